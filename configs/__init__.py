@@ -1,0 +1,1 @@
+"""One runnable recipe per file."""

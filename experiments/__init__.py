@@ -1,0 +1,1 @@
+"""Entry points: read a config, build the pieces, loop."""

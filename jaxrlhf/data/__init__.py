@@ -1,0 +1,1 @@
+"""Parquet and jsonl files, tasks, chat templates, batching."""

@@ -1,0 +1,1 @@
+"""Decoder transformers as nested dicts of arrays and free functions; knows no RL."""

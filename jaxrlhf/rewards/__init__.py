@@ -1,0 +1,1 @@
+"""Scorers: texts in, one float per row out; runs on the host."""
