@@ -121,10 +121,9 @@ def ppo() -> ConfigDict:
     c.kl = ConfigDict()
     c.kl.where = "reward"  # reward | loss | none
     c.kl.estimator = "k1"
-    c.kl.controller = "adaptive"  # adaptive | fixed
     c.kl.coef = 0.001
-    c.kl.target = 0.01  # nats per token, mean over the step's tokens
-    c.kl.horizon = 10_000.0  # rows
+    c.kl.target = 0.01  # adapts coef to this KL (nats per token, step's mean); 0 keeps coef fixed
+    c.kl.horizon = 10_000.0  # rows; the adaptive controller's time constant
 
     c.actor = optimizer(1e-6)
     c.critic = optimizer(1e-5)

@@ -75,9 +75,8 @@ def _tiny(config: ConfigDict) -> None:
     config.ppo.ppo_epochs = 1
     config.actor.learning_rate = 3e-4
     config.critic.learning_rate = 1e-3
-    config.kl.controller = "fixed"
     config.kl.coef = 0.01
-    del config.kl.target, config.kl.horizon
+    config.kl.target = 0.0
 
     config.embedded = ConfigDict()
     config.embedded.num_layers = 2

@@ -1,0 +1,184 @@
+"""From a config to a run: keys that were read, a directory that is ours, contradictions refused."""
+
+import fcntl
+import json
+import pathlib
+import time
+from typing import Any
+
+from ml_collections import ConfigDict
+
+# What a resumed run may change; everything else must be as it was.
+CHANGEABLE = ("total_epochs", "total_steps", "save_freq", "test_freq", "keep_checkpoints")
+
+
+class Settings:
+    """A read-only view of a config that remembers which of its leaves were read."""
+
+    def __init__(self, config: ConfigDict, prefix: str = "", reads: set[str] | None = None):
+        self._config = config
+        self._prefix = prefix
+        self._reads: set[str] = set() if reads is None else reads
+
+    def __getattr__(self, name: str) -> Any:
+        value = self._config[name]
+        path = self._prefix + name
+        if isinstance(value, ConfigDict):
+            return Settings(value, path + ".", self._reads)
+        self._reads.add(path)
+        return value
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._config
+
+    def as_dict(self) -> dict[str, Any]:
+        """All leaves below here as a plain dict, which counts as reading them."""
+        self._reads.update(self._prefix + key for key in flatten(self._config))
+        return self._config.to_dict()
+
+    def unread(self) -> list[str]:
+        """Dotted names of the leaves that nothing has read so far."""
+        return sorted(set(flatten(self._config)) - self._reads)
+
+
+def flatten(config: ConfigDict | dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """``{"ppo.gamma": 1.0, …}`` from a nested config."""
+    out: dict[str, Any] = {}
+    for key, value in config.items():
+        if isinstance(value, ConfigDict | dict):
+            out.update(flatten(value, f"{prefix}{key}."))
+        else:
+            out[prefix + key] = list(value) if isinstance(value, tuple) else value
+    return out
+
+
+def open_workdir(config: ConfigDict, workdir: str | None, name: str) -> tuple[pathlib.Path, Any]:
+    """Makes or reopens the run's directory, writes ``config.json`` and locks the directory.
+
+    Args:
+      config: the resolved config.
+      workdir: the directory to use (and to resume from); None makes a fresh one below ``runs/``.
+      name: the recipe's name, for a fresh directory.
+
+    Returns:
+      The directory, and the lock (keep it referenced as long as the run lasts).
+
+    Raises:
+      ValueError: the directory holds a run with other settings (the keys are named), is in use
+        by another process, or holds something else than a run.
+    """
+    path = pathlib.Path(workdir or f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}").absolute()
+    path.mkdir(parents=True, exist_ok=True)
+    lock = (path / ".lock").open("w")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ValueError(f"{path} is in use by another run; choose another --workdir.") from None
+    stored = path / "config.json"
+    if stored.exists():
+        _check_unchanged(config, json.loads(stored.read_text()), path)
+    elif any(child.name != ".lock" for child in path.iterdir()):
+        raise ValueError(f"{path} is not empty and holds no config.json; choose another --workdir.")
+    write_json(stored, config.to_dict())
+    return path, lock
+
+
+def write_json(path: pathlib.Path, value: Any) -> None:
+    """Writes a JSON file so that it is either the old one or the new one, never half of it."""
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n")
+    partial.replace(path)
+
+
+def _check_unchanged(config: ConfigDict, stored: dict[str, Any], path: pathlib.Path) -> None:
+    old, new = flatten(stored), flatten(config)
+    changed = [
+        f"{key} ({old.get(key, 'absent')} -> {new.get(key, 'absent')})"
+        for key in sorted(old.keys() | new.keys())
+        if old.get(key, "absent") != new.get(key, "absent")
+        and key not in CHANGEABLE
+        and not key.startswith("logging.")
+    ]
+    if changed:
+        raise ValueError(
+            f"{path} holds a run with other settings: {', '.join(changed)}; "
+            "set them back, or choose another --workdir."
+        )
+
+
+def check_ppo(config: Settings) -> None:
+    """Refuses settings that contradict each other or have no effect, before anything is loaded.
+
+    Raises:
+      ValueError: one sentence that names the keys and says what would do.
+    """
+    ppo, kl, rollout = config.ppo, config.kl, config.rollout
+    batch, mini, micro = ppo.train_batch_size, ppo.ppo_mini_batch_size, ppo.ppo_micro_batch_size
+    rows = mini * rollout.n
+    _positive(config, "ppo", "train_batch_size", "ppo_mini_batch_size", "ppo_micro_batch_size")
+    _positive(config, "ppo", "ppo_epochs")
+    _positive(config, "rollout", "n", "batch_size", "chunk_length", "max_response_length")
+    _positive(config, "data", "max_prompt_length")
+    if batch % mini:
+        raise ValueError(
+            f"ppo.train_batch_size={batch} is not a multiple of ppo.ppo_mini_batch_size={mini}; "
+            f"use one of {_divisors(batch)} for the latter."
+        )
+    if rows % micro:
+        raise ValueError(
+            f"ppo.ppo_mini_batch_size={mini} x rollout.n={rollout.n} = {rows} rows is not a "
+            f"multiple of ppo.ppo_micro_batch_size={micro}; use one of {_divisors(rows)}."
+        )
+    if rollout.temperature <= 0:
+        raise ValueError(
+            f"rollout.temperature={rollout.temperature} leaves nothing to learn from; "
+            "training needs a positive temperature (validation is greedy by itself)."
+        )
+    _check_coefficients(config, kl)
+
+
+def _check_coefficients(config: Settings, kl: Settings) -> None:
+    if kl.where not in ("reward", "loss", "none"):
+        raise ValueError(f"kl.where={kl.where!r} is unknown; use reward, loss or none.")
+    if kl.where == "none" and (kl.coef or kl.target):
+        raise ValueError(
+            f"kl.coef={kl.coef} and kl.target={kl.target} have no effect while kl.where is none; "
+            "set both to 0, or kl.where to reward or loss."
+        )
+    if kl.where != "none" and kl.coef is None:
+        raise ValueError(f"kl.where={kl.where!r} needs kl.coef; give it a number.")
+    if kl.target and not kl.coef:
+        raise ValueError("kl.coef=0 stays 0 under the adaptive controller; give it a number.")
+    if kl.target and kl.horizon <= 0:
+        raise ValueError(f"kl.horizon={kl.horizon} must be positive.")
+    for role in ("actor", "critic"):
+        _check_schedule(role, getattr(config, role))
+    if config.ppo.critic_warmup and not config.critic.learning_rate:
+        raise ValueError(
+            "ppo.critic_warmup has no effect while critic.learning_rate is 0; set one of them."
+        )
+
+
+def _check_schedule(role: str, optimizer: Settings) -> None:
+    decays = optimizer.schedule != "constant"
+    if decays and not optimizer.decay_steps:
+        raise ValueError(
+            f"{role}.schedule={optimizer.schedule!r} needs {role}.decay_steps; give the number of "
+            "updates until its end."
+        )
+    if not decays and (optimizer.decay_steps or optimizer.min_ratio):
+        raise ValueError(
+            f"{role}.decay_steps and {role}.min_ratio have no effect while {role}.schedule is "
+            "constant; set them to 0, or the schedule to linear or cosine."
+        )
+
+
+def _positive(config: Settings, group: str, *names: str) -> None:
+    for name in names:
+        value = getattr(getattr(config, group), name)
+        if value < 1:
+            raise ValueError(f"{group}.{name}={value} must be at least 1.")
+
+
+def _divisors(n: int) -> str:
+    return ", ".join(str(d) for d in range(1, n + 1) if n % d == 0)
