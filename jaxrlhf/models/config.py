@@ -1,0 +1,190 @@
+"""The shape of a decoder transformer as data, and the published shapes by name.
+
+Llama, SmolLM2, Qwen2, Qwen2.5 and Qwen3 differ here and nowhere else: the model code reads fields,
+never a family's name (which only chooses the ``model_type`` of a saved ``config.json``).
+"""
+
+import dataclasses
+
+FAMILIES = ("llama", "qwen2", "qwen3")
+ROPE_SCALINGS = ("linear", "llama3")
+
+
+@dataclasses.dataclass(frozen=True)
+class RopeScaling:
+    """How rotary frequencies are stretched for contexts longer than the first training stage's.
+
+    Attributes:
+      kind: ``"linear"`` divides every frequency by ``factor``; ``"llama3"`` keeps wavelengths
+        below ``original_max_positions / high_freq_factor``, divides those above
+        ``original_max_positions / low_freq_factor`` by ``factor`` and blends in between.
+      factor: the stretch, at least 1.
+      low_freq_factor, high_freq_factor, original_max_positions: read by ``"llama3"`` alone.
+    """
+
+    kind: str
+    factor: float
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_positions: int = 8192
+
+    def __post_init__(self) -> None:
+        if self.kind not in ROPE_SCALINGS:
+            raise ValueError(
+                f"rope scaling {self.kind!r} is not supported: use one of {list(ROPE_SCALINGS)}, "
+                "or None for a context within the unscaled range"
+            )
+        if self.factor < 1:
+            raise ValueError(f"rope scaling factor is {self.factor}: give one of at least 1")
+        if self.kind == "llama3" and self.high_freq_factor <= self.low_freq_factor:
+            raise ValueError(
+                f"rope scaling high_freq_factor {self.high_freq_factor} must be above "
+                f"low_freq_factor {self.low_freq_factor}"
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Everything that the forward pass needs to know besides the parameters; hashable (static).
+
+    Attributes:
+      family: one of ``FAMILIES``; names the Hugging Face layout, decides nothing else.
+      vocab_size: rows of the embedding as published, padding rows included.
+      hidden_size, intermediate_size, num_layers: width D, width of the gated MLP, depth L.
+      num_heads, num_kv_heads, head_dim: query heads, key/value heads (a divisor), width of each.
+      rope_theta: base of the rotary frequencies.
+      rope_scaling: None or a ``RopeScaling``.
+      norm_eps: addend inside the RMS norm's root.
+      tie_embeddings: the output matrix is the embedding.
+      qkv_bias: bias on the q, k and v projections (Qwen2).
+      qk_norm: RMS norm over head_dim on q and k before the rotation (Qwen3).
+      max_positions: longest published context, in tokens.
+      final_softcap: logits become ``c * tanh(logits / c)`` when given.
+      init_std: standard deviation of the initial kernels and embeddings.
+    """
+
+    family: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rope_theta: float
+    rope_scaling: RopeScaling | None = None
+    norm_eps: float
+    tie_embeddings: bool
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    max_positions: int
+    final_softcap: float | None = None
+    init_std: float = 0.02
+
+    def __post_init__(self) -> None:
+        if self.family not in FAMILIES:
+            raise ValueError(f"unknown family {self.family!r}: use one of {list(FAMILIES)}")
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.type is int and value < 1:
+                raise ValueError(f"{field.name} is {value}: give at least 1")
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_heads {self.num_heads} must be a multiple of num_kv_heads {self.num_kv_heads}"
+            )
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim {self.head_dim} must be even: rotary pairs halves of it")
+
+
+_LLAMA_31 = RopeScaling("llama3", 8.0, 1.0, 4.0, 8192)
+_LLAMA_32 = RopeScaling("llama3", 32.0, 1.0, 4.0, 8192)
+
+
+def _config(family: str, shape: tuple[int, ...], **fields: object) -> ModelConfig:
+    """``shape`` is (vocabulary, hidden, intermediate, layers, heads, kv heads, head dim)."""
+    names = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads")
+    names += ("num_kv_heads", "head_dim")
+    return ModelConfig(family=family, **dict(zip(names, shape, strict=True)), **fields)  # type: ignore[arg-type]
+
+
+def _qwen2(*shape: int, tie: bool, max_positions: int = 32768, **fields: object) -> ModelConfig:
+    defaults: dict[str, object] = {"rope_theta": 1e6, "norm_eps": 1e-6, "qkv_bias": True}
+    fields = defaults | fields
+    return _config("qwen2", shape, tie_embeddings=tie, max_positions=max_positions, **fields)
+
+
+def _qwen3(*shape: int, tie: bool) -> ModelConfig:
+    return _config(
+        "qwen3",
+        shape,
+        rope_theta=1e6,
+        norm_eps=1e-6,
+        tie_embeddings=tie,
+        qk_norm=True,
+        max_positions=40960,
+    )
+
+
+def _llama3(*shape: int, tie: bool, scaling: RopeScaling) -> ModelConfig:
+    return _config(
+        "llama",
+        shape,
+        rope_theta=5e5,
+        rope_scaling=scaling,
+        norm_eps=1e-5,
+        tie_embeddings=tie,
+        max_positions=131072,
+    )
+
+
+def _smollm2(*shape: int, rope_theta: float) -> ModelConfig:
+    return _config(
+        "llama",
+        shape,
+        rope_theta=rope_theta,
+        norm_eps=1e-5,
+        tie_embeddings=True,
+        max_positions=8192,
+    )
+
+
+_LLAMA_8B = _llama3(128256, 4096, 14336, 32, 32, 8, 128, tie=False, scaling=_LLAMA_31)
+_LLAMA_70B = _llama3(128256, 8192, 28672, 80, 64, 8, 128, tie=False, scaling=_LLAMA_31)
+_LONG = 131072
+
+PRESETS: dict[str, ModelConfig] = {
+    "smollm2-135m": _smollm2(49152, 576, 1536, 30, 9, 3, 64, rope_theta=1e5),
+    "smollm2-360m": _smollm2(49152, 960, 2560, 32, 15, 5, 64, rope_theta=1e5),
+    "smollm2-1.7b": _smollm2(49152, 2048, 8192, 24, 32, 32, 64, rope_theta=1.3e5),
+    "qwen2.5-0.5b": _qwen2(151936, 896, 4864, 24, 14, 2, 64, tie=True),
+    "qwen2.5-1.5b": _qwen2(151936, 1536, 8960, 28, 12, 2, 128, tie=True),
+    "qwen2.5-3b": _qwen2(151936, 2048, 11008, 36, 16, 2, 128, tie=True),
+    "qwen2.5-7b": _qwen2(152064, 3584, 18944, 28, 28, 4, 128, tie=False),
+    "qwen2.5-14b": _qwen2(152064, 5120, 13824, 48, 40, 8, 128, tie=False),
+    "qwen2.5-32b": _qwen2(152064, 5120, 27648, 64, 40, 8, 128, tie=False),
+    "qwen2.5-72b": _qwen2(152064, 8192, 29568, 80, 64, 8, 128, tie=False),
+    "qwen3-0.6b": _qwen3(151936, 1024, 3072, 28, 16, 8, 128, tie=True),
+    "qwen3-1.7b": _qwen3(151936, 2048, 6144, 28, 16, 8, 128, tie=True),
+    "qwen3-4b": _qwen3(151936, 2560, 9728, 36, 32, 8, 128, tie=True),
+    "qwen3-8b": _qwen3(151936, 4096, 12288, 36, 32, 8, 128, tie=False),
+    "qwen3-14b": _qwen3(151936, 5120, 17408, 40, 40, 8, 128, tie=False),
+    "qwen3-32b": _qwen3(151936, 5120, 25600, 64, 64, 8, 128, tie=False),
+    "llama-3.2-1b": _llama3(128256, 2048, 8192, 16, 32, 8, 64, tie=True, scaling=_LLAMA_32),
+    "llama-3.2-3b": _llama3(128256, 3072, 8192, 28, 24, 8, 128, tie=True, scaling=_LLAMA_32),
+    "llama-3.1-8b": _LLAMA_8B,
+    "llama-3.1-70b": _LLAMA_70B,
+    "deepseek-r1-distill-qwen-1.5b": _qwen2(
+        151936, 1536, 8960, 28, 12, 2, 128, tie=False, max_positions=_LONG, rope_theta=1e4
+    ),
+    "deepseek-r1-distill-qwen-7b": _qwen2(
+        152064, 3584, 18944, 28, 28, 4, 128, tie=False, max_positions=_LONG, rope_theta=1e4
+    ),
+    "deepseek-r1-distill-qwen-14b": _qwen2(
+        152064, 5120, 13824, 48, 40, 8, 128, tie=False, max_positions=_LONG, norm_eps=1e-5
+    ),
+    "deepseek-r1-distill-qwen-32b": _qwen2(
+        152064, 5120, 27648, 64, 40, 8, 128, tie=False, max_positions=_LONG, norm_eps=1e-5
+    ),
+    "deepseek-r1-distill-llama-8b": _LLAMA_8B,
+    "deepseek-r1-distill-llama-70b": _LLAMA_70B,
+}

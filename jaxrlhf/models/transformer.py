@@ -1,0 +1,304 @@
+"""The decoder transformer: teacher-forced forward pass, prefill, and one cached decode step.
+
+Letters: B rows, P prompts, T tokens, L layers, D width, K key/value heads, H head width, S cache
+slots, V vocabulary. Parameters have the structure of ``specs.param_specs``; they stay in their own
+dtype (float32 master weights) and each layer's are cast to ``compute_dtype`` once, inside the loop
+over layers.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxrlhf.models import layers as nn
+from jaxrlhf.models.config import ModelConfig
+
+Params = Mapping[str, Any]
+Layer = Mapping[str, jax.Array]
+DType = jax.typing.DTypeLike
+
+# What the backward pass keeps of a layer, by name: all, only its input, or its matrix products.
+REMAT: dict[str, Callable[[Callable], Callable]] = {
+    "none": lambda layer: layer,
+    "full": partial(jax.checkpoint, prevent_cse=False),
+    "dots": partial(
+        jax.checkpoint,
+        prevent_cse=False,
+        policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    ),
+}
+
+
+def _cast(layer: Layer, dtype: DType) -> dict[str, jax.Array]:
+    """Kernels and biases in the compute dtype; norm scales stay, they act in float32."""
+    return {name: w if name.endswith("norm") else w.astype(dtype) for name, w in layer.items()}
+
+
+def _layer(
+    x: jax.Array, layer: Layer, rope: nn.Rope, mask: jax.Array, config: ModelConfig
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    """One layer on whole sequences: x [B, T, D] -> x, (k, v) [B, T, K, H]."""
+    layer = _cast(layer, x.dtype)
+    h = nn.rms_norm(x, layer["attention_norm"], config.norm_eps)
+    q, k, v = nn.project_qkv(h, layer, rope, config)
+    x = x + nn.attend(q, k, v, mask) @ layer["o_kernel"]
+    h = nn.rms_norm(x, layer["mlp_norm"], config.norm_eps)
+    return x + nn.gated_mlp(h, layer), (k, v)
+
+
+def forward(
+    params: Params,
+    tokens: jax.Array,
+    positions: jax.Array,
+    segment_ids: jax.Array,
+    *,
+    config: ModelConfig,
+    compute_dtype: DType = jnp.float32,
+    remat: str = "none",
+) -> jax.Array:
+    """Hidden states after the final norm, the model's whole answer but the output matrix.
+
+    Args:
+      params: the parameter tree.
+      tokens, positions, segment_ids: i32[B, T]; a token attends to itself and to earlier tokens of
+        its own segment. Segment 0 is padding: finite, and invisible to the others.
+      config: static.
+      compute_dtype: dtype of activations and matrix products.
+      remat: what the backward pass keeps per layer, a key of ``REMAT``.
+
+    Returns:
+      ``compute_dtype[B, T, D]``.
+
+    Raises:
+      ValueError: for an unknown ``remat``.
+    """
+    if remat not in REMAT:
+        raise ValueError(f"unknown remat {remat!r}: use one of {sorted(REMAT)}")
+    rope = nn.rope_table(positions, config, compute_dtype)
+    mask = nn.causal_segment_mask(segment_ids)
+
+    def body(x: jax.Array, layer: Layer) -> tuple[jax.Array, None]:
+        return _layer(x, layer, rope, mask, config)[0], None
+
+    x = params["embed"][tokens].astype(compute_dtype)
+    x, _ = lax.scan(REMAT[remat](body), x, params["layers"])
+    return nn.rms_norm(x, params["final_norm"], config.norm_eps)
+
+
+def output_matrix(params: Params, config: ModelConfig) -> jax.Array:
+    """The matrix [V, D] that hidden states are multiplied with: the embedding when tied."""
+    return params["embed"] if config.tie_embeddings else params["lm_head"]
+
+
+def logits(params: Params, hidden: jax.Array, config: ModelConfig) -> jax.Array:
+    """Logits [..., V] of hidden states [..., D], in at least float32, soft-capped if configured."""
+    matrix = output_matrix(params, config).astype(hidden.dtype)
+    dtype = nn.wide(hidden.dtype)
+    out = jnp.einsum("...d,vd->...v", hidden, matrix, preferred_element_type=dtype)
+    if config.final_softcap is None:
+        return out
+    return config.final_softcap * jnp.tanh(out / config.final_softcap)
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["k", "v"], meta_fields=["prompt_slots"])
+@dataclasses.dataclass(frozen=True)
+class Cache:
+    """Keys and values of the tokens so far: slots 0 .. Tp-1 for the prompt, then one per token.
+
+    Attributes:
+      k: a tuple over layers of [B, K, H, S], or one stacked [L, B, K, H, S].
+      v: the same of [B, K, S, H].
+      prompt_slots: Tp, static.
+    """
+
+    k: Any
+    v: Any
+    prompt_slots: int
+
+    @property
+    def unrolled(self) -> bool:
+        """Whether there is an array per layer."""
+        return isinstance(self.k, tuple)
+
+
+def _make_cache(k: jax.Array, v: jax.Array, prompt_slots: int, unroll: bool) -> Cache:
+    return Cache(tuple(k), tuple(v), prompt_slots) if unroll else Cache(k, v, prompt_slots)
+
+
+def init_cache(
+    config: ModelConfig,
+    batch: int,
+    prompt_slots: int,
+    response_slots: int,
+    dtype: DType = jnp.float32,
+    *,
+    unroll: bool = True,
+) -> Cache:
+    """A zero cache, of the structure that ``prefill`` returns."""
+    shape = (config.num_layers, batch, config.num_kv_heads)
+    slots = prompt_slots + response_slots
+    k = jnp.zeros((*shape, config.head_dim, slots), dtype)
+    v = jnp.zeros((*shape, slots, config.head_dim), dtype)
+    return _make_cache(k, v, prompt_slots, unroll)
+
+
+def prefill(
+    params: Params,
+    tokens: jax.Array,
+    lengths: jax.Array,
+    *,
+    config: ModelConfig,
+    compute_dtype: DType = jnp.float32,
+    response_slots: int,
+    unroll: bool = True,
+) -> tuple[jax.Array, Cache]:
+    """Runs the prompts, keeping their keys and values.
+
+    Args:
+      params: the parameter tree.
+      tokens: i32[P, Tp], right-padded prompts.
+      lengths: i32[P], at least 1.
+      config: static.
+      compute_dtype: dtype of activations, products and cache.
+      response_slots: how many tokens will be decoded at most.
+      unroll: the cache's form, see ``decode_step``.
+
+    Returns:
+      The hidden state [P, D] of each prompt's last token, and the cache.
+    """
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
+    mask = nn.causal_segment_mask((positions < lengths[:, None]).astype(jnp.int32))
+    rope = nn.rope_table(positions, config, compute_dtype)
+
+    def body(x: jax.Array, layer: Layer) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+        x, (k, v) = _layer(x, layer, rope, mask, config)
+        return x, (k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3))
+
+    x = params["embed"][tokens].astype(compute_dtype)
+    x, (k, v) = lax.scan(body, x, params["layers"])
+    last = jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)[:, 0]
+    k = jnp.pad(k, ((0, 0),) * 4 + ((0, response_slots),))
+    v = jnp.pad(v, ((0, 0),) * 3 + ((0, response_slots), (0, 0)))
+    cache = _make_cache(k, v, tokens.shape[1], unroll)
+    return nn.rms_norm(last, params["final_norm"], config.norm_eps), cache
+
+
+def repeat_cache(cache: Cache, n: int) -> Cache:
+    """Each row n times, prompt-major: rows 0 .. n-1 continue prompt 0."""
+    axis = 0 if cache.unrolled else 1
+    return jax.tree.map(lambda x: jnp.repeat(x, n, axis=axis), cache)
+
+
+def decode_params(params: Params, *, compute_dtype: DType, unroll: bool = True) -> Params:
+    """The parameters as ``decode_step`` reads them fastest; make them once per weight version.
+
+    Kernels are cast to the compute dtype, and with ``unroll`` each layer gets its own arrays.
+    ``decode_step`` takes the plain tree as well, and then casts and slices at every token.
+    """
+    layers = _cast(params["layers"], compute_dtype)
+    rest = {
+        name: w if name.endswith("norm") else w.astype(compute_dtype)
+        for name, w in params.items()
+        if name != "layers"
+    }
+    return rest | {"layers": _layer_list(layers) if unroll else layers}
+
+
+def _layer_list(layers: Any) -> tuple[Layer, ...]:
+    if isinstance(layers, tuple):
+        return layers
+    count = next(iter(layers.values())).shape[0]
+    return tuple({name: w[i] for name, w in layers.items()} for i in range(count))
+
+
+def decode_step(
+    params: Params,
+    cache: Cache,
+    tokens: jax.Array,
+    *,
+    prompt_lengths: jax.Array,
+    step: jax.Array,
+    config: ModelConfig,
+    compute_dtype: DType = jnp.float32,
+    unroll: bool = True,
+) -> tuple[jax.Array, Cache]:
+    """Feeds every row its next token: number ``step`` of the response, at one common slot.
+
+    The caller runs it in a jitted chunk of a fixed number of tokens with the cache donated. All
+    rows write slot Tp + step, so a write is one ``dynamic_update_slice``; rows differ in positions
+    and mask alone. The two forms compute the same: ``unroll`` has a cache (and best, parameters)
+    per layer, updated in place; otherwise a scan over layers only reads the stacked cache, which is
+    written once after it (a cache that is scanned in and out is copied at every token).
+
+    Args:
+      params: the parameter tree, best from ``decode_params``.
+      cache: from ``prefill`` or the previous step, of the same ``unroll``.
+      tokens: i32[B], the tokens to feed.
+      prompt_lengths: i32[B]; token ``step`` of a row has position ``prompt_length + step``.
+      step: i32 scalar, counted from 0.
+      config: static.
+      compute_dtype: dtype of activations and products.
+      unroll: which form.
+
+    Returns:
+      The hidden states [B, D] after the final norm, which predict token ``step + 1``; the cache.
+
+    Raises:
+      ValueError: when the cache has the other form.
+    """
+    if unroll != cache.unrolled:
+        raise ValueError(f"the cache was made with unroll={cache.unrolled}: pass the same here")
+    slots = jnp.arange(cache.v[0].shape[-2])
+    generated = (slots >= cache.prompt_slots) & (slots < cache.prompt_slots + step)
+    mask = (slots[None] < prompt_lengths[:, None]) | generated[None]
+    rope = nn.rope_table(prompt_lengths + step, config, compute_dtype)
+
+    def body(x: jax.Array, inputs: tuple) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+        return _decode_layer(x, *inputs, rope, mask, config)
+
+    x = params["embed"][tokens].astype(compute_dtype)
+    if unroll:
+        new = []
+        for inputs in zip(_layer_list(params["layers"]), cache.k, cache.v, strict=True):
+            x, kv = body(x, inputs)
+            new.append(kv)
+        k, v = zip(*new, strict=True)
+    else:
+        x, (k, v) = lax.scan(body, x, (params["layers"], cache.k, cache.v))
+    hidden = nn.rms_norm(x, params["final_norm"], config.norm_eps)
+    return hidden, _write(cache, k, v, cache.prompt_slots + step)
+
+
+def _decode_layer(
+    x: jax.Array,
+    layer: Layer,
+    k_cache: jax.Array,
+    v_cache: jax.Array,
+    rope: nn.Rope,
+    mask: jax.Array,
+    config: ModelConfig,
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    """One layer on one token per row: x [B, D] -> x, its (k, v) [B, K, H]."""
+    layer = _cast(layer, x.dtype)
+    h = nn.rms_norm(x, layer["attention_norm"], config.norm_eps)
+    q, k, v = nn.project_qkv(h, layer, rope, config)
+    x = x + nn.attend_cached(q, k, v, k_cache, v_cache, mask) @ layer["o_kernel"]
+    h = nn.rms_norm(x, layer["mlp_norm"], config.norm_eps)
+    return x + nn.gated_mlp(h, layer), (k, v)
+
+
+def _write(cache: Cache, k: Any, v: Any, slot: jax.Array) -> Cache:
+    """The cache with new keys and values [..., B, K, H] in the common ``slot``."""
+
+    def put(old: jax.Array, new: jax.Array, axis: int) -> jax.Array:
+        new = jnp.expand_dims(new, axis).astype(old.dtype)
+        return lax.dynamic_update_slice_in_dim(old, new, slot, axis)
+
+    k = jax.tree.map(lambda old, new: put(old, new, -1), cache.k, k)
+    v = jax.tree.map(lambda old, new: put(old, new, -2), cache.v, v)
+    return Cache(k, v, cache.prompt_slots)
