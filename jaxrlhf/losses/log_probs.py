@@ -1,0 +1,332 @@
+"""Token log-probs and entropy from hidden states, in blocks; the shift to tokens lives here.
+
+Letters: B rows, T tokens, S = T - 1 positions that have a next token, D hidden size, V vocabulary.
+"""
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.custom_derivatives import SymbolicZero
+
+from jaxrlhf.losses.masked import as_float
+
+
+class TokenLogProbs(NamedTuple):
+    """What the model says about each token, float32[..., T], token-aligned.
+
+    Attributes:
+      log_probs: log p(token_t | tokens_<t), in nats.
+      logsumexp: log of the softmax's denominator in front of token t (for z-loss).
+      entropy: of the whole distribution in front of token t, in nats.
+    """
+
+    log_probs: jax.Array
+    logsumexp: jax.Array
+    entropy: jax.Array
+
+
+def align_to_tokens(scalars: jax.Array, segment_ids: jax.Array | None = None) -> jax.Array:
+    """Shift position-aligned scalars (after token t) to token-aligned ones (before token t).
+
+    out[t] = scalars[t - 1]; 0 at t = 0 and at the first token of each segment.
+
+    Args:
+      scalars: [..., T], for instance a critic head's output.
+      segment_ids: i32[..., T] of packed rows, None for one sequence a row.
+
+    Returns:
+      [..., T] of the same dtype.
+
+    Raises:
+      ValueError: the shapes differ.
+    """
+    if segment_ids is not None and segment_ids.shape != scalars.shape:
+        raise ValueError(
+            f"segment_ids has shape {segment_ids.shape}: give it the scalars' {scalars.shape}."
+        )
+    return _align(scalars[..., :-1], segment_ids)
+
+
+def _align(scalars: jax.Array, segment_ids: jax.Array | None) -> jax.Array:
+    """Put a 0 in front of [..., T - 1] scalars, and 0 where a segment starts."""
+    if segment_ids is not None:
+        scalars = jnp.where(segment_ids[..., 1:] == segment_ids[..., :-1], scalars, 0)
+    return jnp.concatenate([jnp.zeros((*scalars.shape[:-1], 1), scalars.dtype), scalars], axis=-1)
+
+
+def _statistics(logits: jax.Array, targets: jax.Array) -> TokenLogProbs:
+    """Log-prob of the targets, logsumexp and entropy of logits [..., V] that are already scaled."""
+    top = jnp.max(logits, axis=-1, keepdims=True)
+    shifted = logits - top
+    weights = jnp.exp(shifted)
+    total = jnp.sum(weights, axis=-1)
+    # A logit of -inf (a forbidden token) has weight 0 and must not make 0 * inf.
+    products = jnp.where(weights > 0, weights * shifted, 0)
+    chosen = jnp.where(_is_target(logits, targets), shifted, 0)
+    log_total = jnp.log(total)
+    return TokenLogProbs(
+        log_probs=jnp.sum(chosen, axis=-1) - log_total,
+        logsumexp=top[..., 0] + log_total,
+        entropy=log_total - jnp.sum(products, axis=-1) / total,
+    )
+
+
+def _is_target(logits: jax.Array, targets: jax.Array) -> jax.Array:
+    return lax.broadcasted_iota(targets.dtype, logits.shape, logits.ndim - 1) == targets[..., None]
+
+
+def _logit_cotangent(
+    logits: jax.Array, targets: jax.Array, stats: TokenLogProbs, cotangents: TokenLogProbs
+) -> tuple[jax.Array, jax.Array]:
+    """Gradient with respect to the scaled logits, and which positions take part in it.
+
+    With p = softmax(z), H its entropy and e the one-hot target:
+    dz = d_log_prob (e - p) + d_logsumexp p - d_entropy p (log p + H).
+    Positions whose cotangents are all 0 get exactly 0, whatever their logits are.
+    """
+    log_softmax = logits - stats.logsumexp[..., None]
+    probs = jnp.exp(log_softmax)
+    d_logits = jnp.zeros_like(logits)
+    live = jnp.zeros(targets.shape, jnp.bool_)
+    if not isinstance(cotangents.log_probs, SymbolicZero):
+        live |= cotangents.log_probs != 0
+        one_hot = _is_target(logits, targets).astype(logits.dtype)
+        d_logits += cotangents.log_probs[..., None] * (one_hot - probs)
+    if not isinstance(cotangents.logsumexp, SymbolicZero):
+        live |= cotangents.logsumexp != 0
+        d_logits += cotangents.logsumexp[..., None] * probs
+    if not isinstance(cotangents.entropy, SymbolicZero):
+        live |= cotangents.entropy != 0
+        surprise = jnp.where(probs > 0, probs * (log_softmax + stats.entropy[..., None]), 0)
+        d_logits -= cotangents.entropy[..., None] * surprise
+    return jnp.where(live[..., None], d_logits, 0), live
+
+
+@jax.custom_vjp
+def _dense_statistics(logits: jax.Array, targets: jax.Array) -> TokenLogProbs:
+    return _statistics(logits, targets)
+
+
+def _dense_forward(logits, targets):
+    stats = _statistics(logits.value, targets.value)
+    return stats, (logits.value, targets.value, stats)
+
+
+def _dense_backward(residuals, cotangents):
+    logits, targets, stats = residuals
+    return _logit_cotangent(logits, targets, stats, cotangents)[0], None
+
+
+_dense_statistics.defvjp(_dense_forward, _dense_backward, symbolic_zeros=True)
+
+
+def dense_token_log_probs(
+    logits: jax.Array,
+    tokens: jax.Array,
+    segment_ids: jax.Array | None = None,
+    *,
+    temperature: float | jax.Array = 1.0,
+) -> TokenLogProbs:
+    """Token log-probs, logsumexp and entropy from logits that are already there.
+
+    out[t] speaks about softmax(logits[t - 1] / temperature) and tokens[t]; 0 at t = 0 and at the
+    first token of each segment. `token_log_probs` gives the same from hidden states without the
+    [B, T, V] array.
+
+    Args:
+      logits: float[..., T, V], after any soft-cap; -inf for forbidden tokens is fine.
+      tokens: i32[..., T].
+      segment_ids: i32[..., T] of packed rows, None for one sequence a row.
+      temperature: positive scalar, not differentiated.
+
+    Returns:
+      TokenLogProbs of float32[..., T]; differentiable in ``logits``. A position whose result has
+      no effect on the loss gets gradient 0, also where its logits are NaN.
+
+    Raises:
+      ValueError: the shapes do not fit.
+    """
+    _check_shapes("logits", logits, tokens, segment_ids)
+    scaled = as_float(logits[..., :-1, :])
+    scaled = scaled / lax.stop_gradient(jnp.asarray(temperature, scaled.dtype))
+    stats = _dense_statistics(scaled, tokens[..., 1:])
+    return jax.tree.map(lambda x: _align(x, segment_ids), stats)
+
+
+def _check_shapes(
+    name: str, array: jax.Array, tokens: jax.Array, segment_ids: jax.Array | None
+) -> None:
+    if array.shape[:-1] != tokens.shape:
+        raise ValueError(
+            f"{name} has shape {array.shape}: its axes before the last must be tokens' "
+            f"{tokens.shape}."
+        )
+    if segment_ids is not None and segment_ids.shape != tokens.shape:
+        raise ValueError(
+            f"segment_ids has shape {segment_ids.shape}: give it tokens' {tokens.shape}."
+        )
+
+
+def _scaled_logits(
+    hidden: jax.Array, matrix: jax.Array, temperature: jax.Array, softcap: float | None
+) -> tuple[jax.Array, jax.Array]:
+    """Return softcap(hidden matrix^T) / temperature, and its derivative by the raw logits."""
+    dtype = temperature.dtype
+    logits = jnp.einsum("bsd,vd->bsv", hidden, matrix, preferred_element_type=dtype)
+    slope = 1 / temperature
+    if softcap is None:
+        return logits * slope, slope
+    bent = jnp.tanh(logits / softcap)
+    return bent * (softcap * slope), (1 - jnp.square(bent)) * slope
+
+
+def _over_blocks(length: int, block_size: int) -> tuple[int, jax.Array, jax.Array]:
+    """Cut ``length`` positions into equal blocks: their size, and per block its start and overlap.
+
+    The last block is moved back to end at the last position; ``overlap`` counts the positions that
+    it shares with the one before.
+    """
+    count = -(-length // block_size)
+    size = -(-length // count)
+    index = jnp.arange(count, dtype=jnp.int32)
+    starts = jnp.minimum(index * size, length - size)
+    return size, starts, index * size - starts
+
+
+def _slice(array: jax.Array, start: jax.Array, size: int) -> jax.Array:
+    return lax.dynamic_slice_in_dim(array, start, size, axis=1)
+
+
+def _write(array: jax.Array, block: jax.Array, start: jax.Array) -> jax.Array:
+    return lax.dynamic_update_slice_in_dim(array, block.astype(array.dtype), start, axis=1)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def _block_statistics(
+    hidden: jax.Array,
+    matrix: jax.Array,
+    targets: jax.Array,
+    temperature: jax.Array,
+    softcap: float | None,
+    block_size: int,
+) -> TokenLogProbs:
+    """Position-aligned statistics of the first S positions: hidden [B, T, D], targets [B, S]."""
+    size, starts, _ = _over_blocks(targets.shape[1], block_size)
+
+    def block(stats: TokenLogProbs, start: jax.Array) -> tuple[TokenLogProbs, None]:
+        logits, _ = _scaled_logits(_slice(hidden, start, size), matrix, temperature, softcap)
+        new = _statistics(logits, _slice(targets, start, size))
+        return jax.tree.map(lambda old, part: _write(old, part, start), stats, new), None
+
+    zeros = jnp.zeros(targets.shape, temperature.dtype)
+    return lax.scan(block, TokenLogProbs(zeros, zeros, zeros), starts)[0]
+
+
+def _block_forward(hidden, matrix, targets, temperature, softcap, block_size):
+    inputs = (hidden.value, matrix.value, targets.value, temperature.value)
+    stats = _block_statistics(*inputs, softcap, block_size)
+    return stats, (*inputs, stats)
+
+
+def _block_backward(softcap, block_size, residuals, cotangents):
+    hidden, matrix, targets, temperature, stats = residuals
+    size, starts, overlaps = _over_blocks(targets.shape[1], block_size)
+    compute_dtype = jnp.result_type(hidden, matrix)
+
+    def block(carry, bounds):
+        d_hidden, d_matrix = carry
+        start, overlap = bounds
+
+        def part(x):
+            return x if isinstance(x, SymbolicZero) else _slice(x, start, size)
+
+        here = part(hidden)
+        logits, slope = _scaled_logits(here, matrix, temperature, softcap)
+        d_logits, live = _logit_cotangent(
+            logits,
+            part(targets),
+            TokenLogProbs(*map(part, stats)),
+            TokenLogProbs(*map(part, cotangents)),
+        )
+        d_logits = (d_logits * slope).astype(compute_dtype)
+        d_here = jnp.einsum(
+            "bsv,vd->bsd", d_logits, matrix, preferred_element_type=temperature.dtype
+        )
+        # Positions that the block before has counted, and dead ones, add nothing to the matrix.
+        counted = lax.broadcasted_iota(jnp.int32, live.shape, 1) < overlap
+        here = jnp.where((live & ~counted)[..., None], here, 0)
+        d_matrix += jnp.einsum(
+            "bsv,bsd->vd", d_logits, here, preferred_element_type=temperature.dtype
+        )
+        return (_write(d_hidden, d_here, start), d_matrix), None
+
+    zeros = (jnp.zeros_like(hidden), jnp.zeros(matrix.shape, temperature.dtype))
+    (d_hidden, d_matrix), _ = lax.scan(block, zeros, (starts, overlaps))
+    return d_hidden, d_matrix.astype(matrix.dtype), None, None
+
+
+_block_statistics.defvjp(_block_forward, _block_backward, symbolic_zeros=True)
+
+
+def token_log_probs(
+    hidden: jax.Array,
+    output_matrix: jax.Array,
+    tokens: jax.Array,
+    segment_ids: jax.Array | None = None,
+    *,
+    temperature: float | jax.Array = 1.0,
+    softcap: float | None = None,
+    block_size: int = 128,
+) -> TokenLogProbs:
+    """Token log-probs, logsumexp and entropy from hidden states, never holding [B, T, V] logits.
+
+    z[t] = softcap(hidden[t - 1] output_matrix^T) / temperature with softcap(x) = c tanh(x / c);
+    log_probs[t] = z[t][tokens[t]] - logsumexp(z[t]); all three are 0 at t = 0 and at the first
+    token of each segment. Works through blocks of ``block_size`` positions of all rows; the
+    backward pass computes a block's logits again. The gradient of the matrix is summed in at least
+    float32.
+
+    Args:
+      hidden: float[..., T, D], after the final norm, position-aligned (not shifted).
+      output_matrix: float[V, D].
+      tokens: i32[..., T].
+      segment_ids: i32[..., T] of packed rows, None for one sequence a row.
+      temperature: positive scalar, not differentiated; may be traced.
+      softcap: the bound c of a soft-capped model (static), None for none.
+      block_size: positions a block (static): B x block_size x V logits exist at a time.
+
+    Returns:
+      TokenLogProbs of float32[..., T] (float64 for float64 inputs); differentiable once in
+      ``hidden`` and ``output_matrix``. A position whose result has no effect on the loss gets
+      gradient 0, also where its hidden state is NaN.
+
+    Raises:
+      ValueError: the shapes do not fit, or ``block_size`` is not positive.
+
+    verl, TRL and OpenRLHF hold the [B, T, V] logits unless an extra kernel package is on.
+    """
+    _check_shapes("hidden", hidden, tokens, segment_ids)
+    if output_matrix.ndim != 2 or output_matrix.shape[1] != hidden.shape[-1]:
+        raise ValueError(
+            f"output_matrix has shape {output_matrix.shape}: it must be [V, {hidden.shape[-1]}]."
+        )
+    if block_size < 1:
+        raise ValueError(f"block_size is {block_size}: give at least 1.")
+    dtype = jnp.promote_types(jnp.result_type(hidden, output_matrix), jnp.float32)
+    length = tokens.shape[-1]
+    if length == 1:
+        zeros = jnp.zeros(tokens.shape, dtype)
+        return TokenLogProbs(zeros, zeros, zeros)
+    stats = _block_statistics(
+        hidden.reshape(-1, *hidden.shape[-2:]),
+        output_matrix,
+        tokens.reshape(-1, length)[:, 1:],
+        jnp.asarray(temperature, dtype),
+        softcap,
+        block_size,
+    )
+    shape = (*tokens.shape[:-1], length - 1)
+    return jax.tree.map(lambda x: _align(x.reshape(shape), segment_ids), stats)
