@@ -1,0 +1,247 @@
+"""Reads and writes prompt tables: parquet or jsonl in verl's schema, every row checked.
+
+A record is a plain dict with the keys
+
+  data_source   str, the name of the task
+  prompt        list of messages ``{"role": str, "content": str}``, or a string: plain text that is
+                tokenised as it is, without a chat template
+  ability       str, optional
+  reward_model  ``{"style": str, "ground_truth": ...}``
+  extra_info    dict, optional (``{}`` when absent)
+
+and whatever else the file holds. Rows are counted from 0 in messages.
+"""
+
+import json
+import math
+import os
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+Record = dict[str, Any]
+PathLike = str | os.PathLike[str]
+
+REQUIRED = ("data_source", "prompt", "reward_model")
+
+
+class TableError(ValueError):
+    """A file or a row that cannot be used; the message names the file, the row and the key."""
+
+
+def where(source: PathLike, row: int) -> str:
+    """`file: row 3`, with the line number as well where the file has lines."""
+    line = f" (line {row + 1})" if str(source).endswith(".jsonl") else ""
+    return f"{source}: row {row}{line}"
+
+
+def read_table(path: PathLike) -> list[Record]:
+    """Reads a .parquet or .jsonl file of records and checks every row.
+
+    Args:
+      path: the file. Columns beyond the schema's are kept as they are.
+
+    Returns:
+      One dict per row, nested values as plain Python objects.
+
+    Raises:
+      TableError: the file is missing, unreadable, empty, or a row breaks the schema.
+    """
+    rows = _read_parquet(path) if _kind(path) == "parquet" else read_jsonl(path)
+    return [check_record(row, where(path, i)) for i, row in enumerate(rows)]
+
+
+def write_table(path: PathLike, records: Sequence[Mapping[str, Any]]) -> None:
+    """Checks the records and writes them as .parquet or .jsonl, in one rename.
+
+    Args:
+      path: the file, replaced if it exists; its folder is made.
+      records: what ``read_table`` returns.
+
+    Raises:
+      TableError: nothing to write, a record breaks the schema, or (parquet) a key holds values
+        of different types in different rows.
+    """
+    kind = _kind(path)
+    if not records:
+        raise TableError(f"{path}: there are no records to write; give at least one.")
+    rows = [check_record(r, f"{path}: record {i}") for i, r in enumerate(records)]
+    target = pathlib.Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    draft = target.with_name(f".{target.name}.{os.getpid()}.part")
+    try:
+        if kind == "parquet":
+            pq.write_table(_to_arrow(path, rows), draft)
+        else:
+            lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+            draft.write_text("".join(lines), encoding="utf-8")
+        os.replace(draft, target)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def read_jsonl(path: PathLike) -> list[Record]:
+    """Reads one JSON object a line, without looking into it.
+
+    Raises:
+      TableError: a missing or empty file, a blank line, or a line that is no JSON object.
+    """
+    try:
+        text = pathlib.Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise TableError(f"{path}: cannot be read ({error}); give a UTF-8 jsonl file.") from error
+    rows = [_parse_line(line, where(path, i)) for i, line in enumerate(_lines(text))]
+    if not rows:
+        raise TableError(f"{path}: has no rows; give a file with at least one.")
+    return rows
+
+
+def check_record(record: Mapping[str, Any], place: str) -> Record:
+    """Returns the record with plain nested values, or says what is wrong with it.
+
+    Numpy arrays become lists, absent optional columns their empty value, and keys of a message
+    that hold null are dropped (a struct column has every key in every row, and templates ask
+    whether a key is there).
+
+    Args:
+      record: one row.
+      place: how messages name the row, such as ``train.parquet: row 3``.
+
+    Raises:
+      TableError: names the place and the key.
+    """
+    row = {key: _plain(value) for key, value in record.items()}
+    for key in REQUIRED:
+        if row.get(key) is None:
+            kind = "is null" if key in row else "is missing"
+            raise TableError(f"{place}: {key} {kind}; every record needs {', '.join(REQUIRED)}.")
+    row["data_source"] = _text(row["data_source"], f"{place}: data_source")
+    row["prompt"] = _prompt(row["prompt"], f"{place}: prompt")
+    _check_reward_model(row["reward_model"], f"{place}: reward_model")
+    if row.get("ability") is not None:
+        _text(row["ability"], f"{place}: ability")
+    row["extra_info"] = {} if row.get("extra_info") is None else row["extra_info"]
+    if not isinstance(row["extra_info"], dict):
+        raise _wrong(f"{place}: extra_info", row["extra_info"], "an object (a struct column)")
+    return row
+
+
+def _kind(path: PathLike) -> str:
+    kind = pathlib.Path(path).suffix.removeprefix(".")
+    if kind not in ("parquet", "jsonl"):
+        raise TableError(f"{path}: only .parquet and .jsonl files are known; rename or convert it.")
+    return kind
+
+
+def _read_parquet(path: PathLike) -> list[Record]:
+    try:
+        # Not pq.read_table: it would make columns out of folders named like `a=b`.
+        with pq.ParquetFile(path) as file:
+            table = file.read()
+    except (OSError, pa.ArrowException) as error:
+        raise TableError(f"{path}: is no readable parquet file ({error}).") from error
+    if table.num_rows == 0:
+        raise TableError(f"{path}: has no rows; give a file with at least one.")
+    missing = [key for key in REQUIRED if key not in table.column_names]
+    if missing:
+        raise TableError(
+            f"{path}: column {missing[0]} is missing (it has {', '.join(table.column_names)}); "
+            "experiments/preprocess.py writes the schema."
+        )
+    return table.to_pylist()
+
+
+def _to_arrow(path: PathLike, rows: list[Record]) -> pa.Table:
+    columns = dict.fromkeys(key for row in rows for key in row)  # from_pylist reads row 0's alone
+    arrays = {}
+    for key in columns:
+        values = [row.get(key) for row in rows]
+        if all(value is None or value == {} for value in values):
+            continue  # parquet has no struct without fields
+        try:
+            arrays[key] = pa.array(values)
+        except pa.ArrowException as error:
+            raise TableError(
+                f"{path}: {key} holds different types in different rows ({error}); "
+                "make them alike or write .jsonl."
+            ) from error
+    return pa.table(arrays)
+
+
+def _lines(text: str) -> list[str]:
+    # Not splitlines: it would cut at U+2028 and the like, which JSON allows inside strings.
+    return text.removesuffix("\n").split("\n") if text.strip() else []
+
+
+def _parse_line(line: str, place: str) -> Record:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise TableError(f"{place}: is not JSON ({error}); write one object a line.") from error
+    if not isinstance(row, dict):
+        raise TableError(f"{place}: is a JSON {type(row).__name__}; write one object a line.")
+    return row
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, np.ndarray | np.generic):
+        return _plain(value.tolist())
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value
+
+
+def _wrong(place: str, value: Any, wanted: str) -> TableError:
+    kind = "null" if value is None else type(value).__name__
+    return TableError(f"{place}: is {kind}; make it {wanted}.")
+
+
+def _text(value: Any, place: str) -> str:
+    if not isinstance(value, str):
+        raise _wrong(place, value, "a string")
+    if not value.strip():
+        raise TableError(f"{place}: is an empty string; fill it in or remove the row.")
+    return value
+
+
+def _prompt(value: Any, place: str) -> str | list[dict[str, Any]]:
+    if isinstance(value, str):
+        if _looks_like_messages(value):
+            raise TableError(f"{place}: is a list of messages written as text; store the list.")
+        return _text(value, place)
+    if not isinstance(value, list):
+        raise _wrong(place, value, "a list of messages or a string")
+    if not value:
+        raise TableError(f"{place}: has no messages; give at least one.")
+    return [_message(message, f"{place}[{i}]") for i, message in enumerate(value)]
+
+
+def _looks_like_messages(text: str) -> bool:
+    head = text.lstrip()[:40].replace(" ", "").replace("'", '"')
+    return head.startswith(('[{"role":', '[{"content":'))
+
+
+def _message(value: Any, place: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise _wrong(place, value, "a message with role and content")
+    _text(value.get("role"), f"{place}.role")
+    if not isinstance(value.get("content"), str):
+        raise _wrong(f"{place}.content", value.get("content"), "a string")
+    return {key: item for key, item in value.items() if item is not None}
+
+
+def _check_reward_model(value: Any, place: str) -> None:
+    if not isinstance(value, dict):
+        raise _wrong(place, value, "an object with style and ground_truth")
+    truth = value.get("ground_truth")
+    if truth is None or truth in ("", [], {}) or (isinstance(truth, float) and math.isnan(truth)):
+        kind = "has no value" if "ground_truth" in value else "is missing"
+        raise TableError(f"{place}.ground_truth: {kind}; give the answer or remove the row.")
+    if value.get("style") is not None:
+        _text(value["style"], f"{place}.style")
