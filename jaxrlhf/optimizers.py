@@ -170,8 +170,7 @@ def make_optimizer(hyper: OptimizerHyper) -> optax.GradientTransformation:
     """
     parts = []
     if hyper.max_grad_norm is not None:
-        # optax's annotations say float; traced scalars are what it computes with.
-        parts.append(optax.clip_by_global_norm(hyper.max_grad_norm))  # type: ignore[arg-type]
+        parts.append(optax.clip_by_global_norm(hyper.max_grad_norm))
     parts.append(optax.scale_by_adam(b1=hyper.beta1, b2=hyper.beta2, eps=hyper.eps))
     if hyper.weight_decay is not None:
         parts.append(optax.add_decayed_weights(hyper.weight_decay, mask=decay_mask))
