@@ -1,0 +1,209 @@
+"""Calls a user's scorer and checks what comes back: no row's reward is ever made up.
+
+A scorer is any function ``score(prompts, responses, records)`` of three sequences with one entry
+per row; it returns one entry per row: a number, or a dict with ``score`` and named parts.
+"""
+
+import collections
+import functools
+import importlib
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+Scorer = Callable[[Sequence[Any], Sequence[str], Sequence[Mapping[str, Any]]], Any]
+
+
+class ScoringError(ValueError):
+    """A scorer cannot be loaded, failed, or returned something that is no reward."""
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What one call gave.
+
+    Attributes:
+      scores: f32[B], 0 where ``scored`` is False.
+      parts: named parts, each f32[B], 0 where ``scored`` is False.
+      scored: bool[B]; a row that is False has no reward and must get no gradient.
+      problems: one sentence for each unscored row (or one for the whole call), for the log.
+    """
+
+    scores: np.ndarray
+    parts: dict[str, np.ndarray]
+    scored: np.ndarray
+    problems: tuple[str, ...] = ()
+
+
+def load_scorer(path: str, keywords: Mapping[str, Any] | None = None) -> Scorer:
+    """Imports a scorer by dotted path, such as ``jaxrlhf.rewards.gsm8k.score``.
+
+    Args:
+      path: ``package.module.function``.
+      keywords: keyword arguments from a config, bound now by ``functools.partial``.
+
+    Raises:
+      ScoringError: no such module or function, not callable, or it does not take three
+        positional arguments and these keywords.
+    """
+    module_name, _, attribute = path.rpartition(".")
+    if not module_name:
+        raise ScoringError(f"Scorer {path!r} is no dotted path: write package.module.function.")
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not (module_name + ".").startswith(error.name + "."):
+            raise  # the module is there, but something that it imports is not
+        raise ScoringError(
+            f"Scorer {path!r}: there is no module {error.name!r}; correct the path, or install it."
+        ) from error
+    scorer = getattr(module, attribute, None)
+    if scorer is None:
+        raise ScoringError(f"Scorer {path!r}: module {module_name} has no {attribute!r}.")
+    if not callable(scorer):
+        raise ScoringError(f"Scorer {path!r} is of type {type(scorer).__name__}; name a function.")
+    _check_signature(path, scorer, keywords or {})
+    return functools.partial(scorer, **keywords) if keywords else scorer
+
+
+def scorer_name(scorer: Scorer) -> str:
+    """Returns ``module.function`` and its bound keywords, to be printed beside every score."""
+    bound = ""
+    while isinstance(scorer, functools.partial):
+        bound = ", ".join(f"{k}={v!r}" for k, v in scorer.keywords.items())
+        scorer = scorer.func
+    name = getattr(scorer, "__qualname__", type(scorer).__qualname__)
+    module = getattr(scorer, "__module__", "")
+    return f"{module}.{name}({bound})" if bound else f"{module}.{name}"
+
+
+def score_rows(
+    scorer: Scorer,
+    prompts: Sequence[Any],
+    responses: Sequence[str],
+    records: Sequence[Mapping[str, Any]],
+    *,
+    on_error: str = "raise",
+) -> Scores:
+    """Scores B rows; a row without a usable reward is an error or a counted unscored row.
+
+    Args:
+      scorer: see the module's text; ints and bools are taken as numbers.
+      prompts, responses, records: one entry per row, each of length B.
+      on_error: ``"raise"``, or ``"skip"``: the row (after an exception or a wrong length: every
+        row) is left unscored. None, NaN, inf, text and missing parts count as errors.
+
+    Raises:
+      ScoringError: under ``"raise"``, one sentence that names the row and its prompt's index.
+    """
+    if on_error not in ("raise", "skip"):
+        raise ValueError(f"on_error is {on_error!r}; use 'raise' or 'skip'.")
+    if not len(prompts) == len(responses) == len(records):
+        raise ValueError(
+            f"{len(prompts)} prompts, {len(responses)} responses and {len(records)} records "
+            "were given; pass one of each per row."
+        )
+    name = scorer_name(scorer)
+    try:
+        returned = _as_rows(scorer(prompts, responses, records), len(records))
+    except Exception as error:
+        problem = f"Scorer {name} failed: {type(error).__name__}: {error}"
+        if on_error == "raise":
+            raise ScoringError(problem) from error
+        nothing = np.zeros(len(records), np.float32)
+        return Scores(nothing, {}, nothing.astype(bool), (problem,))
+    rows, faults = _read_rows(returned)
+    problems = [_sentence(name, row, records[row], fault) for row, fault in sorted(faults.items())]
+    if problems and on_error == "raise":
+        raise ScoringError(problems[0])
+    return _stack(rows, len(records), tuple(problems))
+
+
+def _check_signature(path: str, scorer: Scorer, keywords: Mapping[str, Any]) -> None:
+    try:
+        signature = inspect.signature(scorer)
+    except ValueError:  # some built-in callables have none
+        return
+    try:
+        signature.bind([], [], [], **keywords)
+    except TypeError as error:
+        raise ScoringError(
+            f"Scorer {path!r} does not accept (prompts, responses, records"
+            f"{''.join(f', {key}=' for key in keywords)}): {error}."
+        ) from error
+
+
+def _as_rows(returned: Any, num_rows: int) -> list[Any]:
+    if isinstance(returned, Mapping | str | bytes) or not hasattr(returned, "__iter__"):
+        raise ScoringError(
+            f"it returned a {type(returned).__name__}; return a sequence with one entry per row"
+        )
+    rows = list(returned)
+    if len(rows) != num_rows:
+        raise ScoringError(f"it returned {len(rows)} entries for {num_rows} rows")
+    return rows
+
+
+def _number(value: Any) -> float:
+    """Returns a finite float32 value; raises ValueError that says what is wrong with it."""
+    array = np.asarray(None if isinstance(value, list | tuple) else value)
+    is_number = array.dtype.kind in "biuf" or array.dtype.name == "bfloat16"
+    if array.ndim or not is_number:
+        raise ValueError(f"is {value!r}, not a number")
+    with np.errstate(over="ignore"):
+        number = float(array.astype(np.float32))
+    if not np.isfinite(number):
+        raise ValueError(f"is {value!r}, not a finite float32 number")
+    return number
+
+
+def _read_row(returned: Any) -> dict[str, float]:
+    entries = returned if isinstance(returned, Mapping) else {"score": returned}
+    if "score" not in entries:
+        raise ValueError(f"entry has no 'score' but only {sorted(map(str, entries))}")
+    row = {}
+    for key, value in entries.items():
+        try:
+            row[str(key)] = _number(value)
+        except ValueError as error:
+            raise ValueError(f"{'score' if key == 'score' else f'part {key!r}'} {error}") from error
+    return row
+
+
+def _read_rows(returned: list[Any]) -> tuple[dict[int, dict[str, float]], dict[int, str]]:
+    rows: dict[int, dict[str, float]] = {}
+    faults: dict[int, str] = {}
+    for index, entry in enumerate(returned):
+        try:
+            rows[index] = _read_row(entry)
+        except ValueError as error:
+            faults[index] = str(error)
+    # Which parts belong to a row is decided by the majority, so that row order does not matter.
+    counts = collections.Counter(tuple(sorted(row)) for row in rows.values())
+    usual = max(sorted(counts), key=counts.__getitem__, default=())
+    for index, row in list(rows.items()):
+        if tuple(sorted(row)) != usual:
+            faults[index] = f"entry has {sorted(row)} where most rows have {list(usual)}"
+            del rows[index]
+    return rows, faults
+
+
+def _sentence(name: str, row: int, record: Mapping[str, Any], fault: str) -> str:
+    extra = record.get("extra_info")
+    index = extra.get("index") if isinstance(extra, Mapping) else None
+    where = f"row {row}" if index is None else f"row {row} (prompt index {index})"
+    return f"Scorer {name}, {where}: its {fault}; return a finite number for every row."
+
+
+def _stack(rows: dict[int, dict[str, float]], num_rows: int, problems: tuple[str, ...]) -> Scores:
+    scored = np.zeros(num_rows, bool)
+    names = next(iter(rows.values())) if rows else ()
+    columns = {name: np.zeros(num_rows, np.float32) for name in ("score", *names)}
+    for index, row in rows.items():
+        scored[index] = True
+        for name, value in row.items():
+            columns[name][index] = value
+    return Scores(columns.pop("score"), columns, scored, problems)
