@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrlhf.models.config import ModelConfig
-from jaxrlhf.rollout import decoding
+from jaxrlhf.rollout import checks, decoding
 from jaxrlhf.types import FINISH_LENGTH, FINISH_STOP, Rollout
 
 Progress = Callable[[int, int, int], None]
@@ -70,16 +70,16 @@ class NativeSampler:
         top_p: float | None = None,
         unroll: bool = True,
     ) -> None:
-        _check_sizes(
+        checks.check_sizes(
             max_prompt_length=max_prompt_length,
             max_response_length=max_response_length,
             chunk_length=chunk_length,
             batch_size=1 if batch_size is None else batch_size,
             prompt_bucket=prompt_bucket,
         )
-        _check_context(config, max_prompt_length, max_response_length)
-        _check_special_ids(config, stop_ids, pad_id)
-        _check_cuts(config, top_k, top_p)
+        checks.check_context(config, max_prompt_length, max_response_length)
+        checks.check_special_ids(config, stop_ids, pad_id)
+        checks.check_cuts(config, top_k, top_p)
         # Token 0 comes from the prefill; the others in equal chunks.
         chunks = math.ceil((max_response_length - 1) / chunk_length)
         chunk_length = math.ceil((max_response_length - 1) / max(chunks, 1))
@@ -96,7 +96,7 @@ class NativeSampler:
             pad_id=int(pad_id),
             top_k=top_k,
             max_response_length=max_response_length,
-            chunk_length=chunk_length,
+            chunk_length=max(chunk_length, 1),
             decode_slots=chunks * chunk_length,
         )
 
@@ -146,8 +146,11 @@ class NativeSampler:
           ValueError: for arguments that cannot be sampled from, naming the prompt.
           FloatingPointError: when the log-prob of a sampled token is not finite, naming the row.
         """
-        arrays = _check_prompts(prompts, self.max_prompt_length, self.settings.config.vocab_size)
-        self._check_call(len(arrays), prompt_ids, samples_per_prompt, temperature, policy_version)
+        arrays = checks.check_prompts(
+            prompts, self.max_prompt_length, self.settings.config.vocab_size
+        )
+        checks.check_prompt_ids(prompt_ids, len(arrays))
+        checks.check_call(samples_per_prompt, self.batch_size, temperature, policy_version)
         ids = _row_ids(prompt_ids, samples_per_prompt)
         knobs = decoding.Knobs(
             _scalar(temperature), None if self.top_p is None else _scalar(self.top_p)
@@ -259,25 +262,6 @@ class NativeSampler:
         self.compile_count += function._cache_size() - before
         return out
 
-    def _check_call(
-        self, count: int, prompt_ids: Sequence[int], n: int, temperature: float, version: int
-    ) -> None:
-        if len(prompt_ids) != count:
-            raise ValueError(
-                f"{count} prompts have {len(prompt_ids)} prompt_ids: give one for each"
-            )
-        if n < 1:
-            raise ValueError(f"samples_per_prompt is {n}: give at least 1")
-        if self.batch_size is not None and n > self.batch_size:
-            raise ValueError(
-                f"samples_per_prompt {n} is above the sampler's batch_size {self.batch_size}: "
-                "raise batch_size to a multiple of it"
-            )
-        if not (math.isfinite(temperature) and temperature >= 0):
-            raise ValueError(f"temperature is {temperature}: give a finite number of at least 0")
-        if version < 0:
-            raise ValueError(f"policy_version is {version}: count from 0 (-1 marks no token)")
-
 
 class _Meter:
     """Adds up the progress of a call's waves."""
@@ -339,36 +323,6 @@ def _pack(
     return tokens, lengths
 
 
-def _check_prompts(
-    prompts: Sequence[Sequence[int]], max_length: int, vocab_size: int
-) -> list[np.ndarray]:
-    if not len(prompts):
-        raise ValueError("there are no prompts: give at least one")
-    return [
-        _check_prompt(np.asarray(prompt), index, max_length, vocab_size)
-        for index, prompt in enumerate(prompts)
-    ]
-
-
-def _check_prompt(prompt: np.ndarray, index: int, max_length: int, vocab_size: int) -> np.ndarray:
-    if prompt.size == 0:
-        raise ValueError(f"prompt {index} is empty: give at least one token, such as the bos id")
-    if prompt.ndim != 1 or prompt.dtype.kind not in "iu":
-        raise ValueError(f"prompt {index} is not a sequence of ints: pass token ids")
-    if len(prompt) > max_length:
-        raise ValueError(
-            f"prompt {index} has {len(prompt)} tokens, more than max_prompt_length {max_length}: "
-            "raise that, or filter or truncate the prompts"
-        )
-    outside = (prompt < 0) | (prompt >= vocab_size)
-    if outside.any():
-        raise ValueError(
-            f"prompt {index} holds the id {prompt[outside][0]}, outside the model's vocabulary of "
-            f"{vocab_size}: encode it with the model's own tokenizer"
-        )
-    return prompt
-
-
 def _check_finite(wave: _Wave, ids: np.ndarray) -> None:
     bad = np.argwhere(~np.isfinite(wave.log_probs))
     if len(bad):
@@ -377,39 +331,3 @@ def _check_finite(wave: _Wave, ids: np.ndarray) -> None:
             f"row {row} (prompt id {ids[0, row]}) has a log-prob that is not finite at response "
             f"token {token}: the logits hold NaN or inf, so restore parameters from before that"
         )
-
-
-def _check_sizes(**sizes: int) -> None:
-    for name, size in sizes.items():
-        if size < 1:
-            raise ValueError(f"{name} is {size}: give at least 1")
-
-
-def _check_context(config: ModelConfig, prompt: int, response: int) -> None:
-    if prompt + response > config.max_positions:
-        raise ValueError(
-            f"max_prompt_length {prompt} + max_response_length {response} exceeds the model's "
-            f"{config.max_positions} positions: lower one of them"
-        )
-
-
-def _check_special_ids(config: ModelConfig, stop_ids: Sequence[int], pad_id: int) -> None:
-    if not len(stop_ids):
-        raise ValueError(
-            "stop_ids is empty, so every row would be cut: give the tokenizer's eos id"
-        )
-    for name, special in [("stop id", i) for i in stop_ids] + [("pad_id", pad_id)]:
-        if not 0 <= special < config.vocab_size:
-            raise ValueError(
-                f"{name} {special} is outside the model's vocabulary of {config.vocab_size}: "
-                "use an id of the model's own tokenizer"
-            )
-
-
-def _check_cuts(config: ModelConfig, top_k: int | None, top_p: float | None) -> None:
-    if top_k is not None and not 1 <= top_k <= config.vocab_size:
-        raise ValueError(
-            f"top_k is {top_k}: give 1 to {config.vocab_size} (the vocabulary), or None for off"
-        )
-    if top_p is not None and not 0 < top_p <= 1:
-        raise ValueError(f"top_p is {top_p}: give a number in (0, 1], or None for off")
