@@ -102,8 +102,7 @@ _LLAMA_32 = RopeScaling("llama3", 32.0, 1.0, 4.0, 8192)
 
 def _config(family: str, shape: tuple[int, ...], **fields: object) -> ModelConfig:
     """``shape`` is (vocabulary, hidden, intermediate, layers, heads, kv heads, head dim)."""
-    names = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads")
-    names += ("num_kv_heads", "head_dim")
+    names = [field.name for field in dataclasses.fields(ModelConfig)][1 : 1 + len(shape)]
     return ModelConfig(family=family, **dict(zip(names, shape, strict=True)), **fields)  # type: ignore[arg-type]
 
 

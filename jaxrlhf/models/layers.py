@@ -102,43 +102,48 @@ def causal_segment_mask(segment_ids: jax.Array) -> jax.Array:
     return same & (time[:, None] >= time[None, :])[None]
 
 
-def masked_softmax(scores: jax.Array, mask: jax.Array, head_dim: int) -> jax.Array:
-    """Softmax over the last axis of ``scores / sqrt(head_dim)`` where ``mask`` holds, else 0."""
-    scores = jnp.where(mask, scores * head_dim**-0.5, -jnp.inf)
-    return jax.nn.softmax(scores, axis=-1)
-
-
 def attend(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Array:
     """Attention of q [B, T, K, G, H] on k, v [B, S, K, H] under mask [B, T, S] -> [B, T, K*G*H].
 
     Grouped queries share their key and value by the products' batch axis; nothing is repeated.
     """
     scores = jnp.einsum("btkgh,bskh->bkgts", q, k, preferred_element_type=wide(q.dtype))
-    weights = masked_softmax(scores, mask[:, None, None], q.shape[-1]).astype(v.dtype)
+    scores = jnp.where(mask[:, None, None], scores * q.shape[-1] ** -0.5, -jnp.inf)
+    weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
     mixed = jnp.einsum("bkgts,bskh->btkgh", weights, v)
     return mixed.reshape(*mixed.shape[:2], -1)
 
 
 def attend_cached(
     q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
     k_cache: jax.Array,
     v_cache: jax.Array,
     mask: jax.Array,
+    own: tuple[jax.Array, jax.Array] | None = None,
 ) -> jax.Array:
-    """One query per row, on the cached tokens that ``mask`` shows and on the row's own new one.
+    """Attention of one query per row on the cached tokens that ``mask`` shows.
 
-    q [B, K, G, H], k and v [B, K, H], k_cache [B, K, H, S], v_cache [B, K, S, H], mask bool[B, S]
-    -> [B, K*G*H]. The cache is only read, and lies as both products read it without a transpose.
+    The cache lies as both products read it without a transpose.
+
+    Args:
+      q: [B, K, G, H].
+      k_cache, v_cache: [B, K, H, S] and [B, K, S, H].
+      mask: bool[B, S]; True somewhere in every row, unless ``own`` is given.
+      own: the key and value [B, K, H] of the query's own token, when the cache lacks it.
+
+    Returns:
+      [B, K*G*H].
     """
-    dtype = wide(q.dtype)
-    cached = jnp.einsum("bkgh,bkhs->bkgs", q, k_cache, preferred_element_type=dtype)
-    own = jnp.einsum("bkgh,bkh->bkg", q, k, preferred_element_type=dtype)
-    scores = jnp.concatenate([jnp.where(mask[:, None, None], cached, -jnp.inf), own[..., None]], -1)
-    weights = jax.nn.softmax(scores * q.shape[-1] ** -0.5, axis=-1).astype(v.dtype)
-    mixed = jnp.einsum("bkgs,bksh->bkgh", weights[..., :-1], v_cache)
-    mixed = mixed + weights[..., -1:] * v[:, :, None]
+    dtype, slots = wide(q.dtype), mask.shape[-1]
+    scores = jnp.einsum("bkgh,bkhs->bkgs", q, k_cache, preferred_element_type=dtype)
+    scores = jnp.where(mask[:, None, None], scores, -jnp.inf)
+    if own is not None:
+        own_score = jnp.einsum("bkgh,bkh->bkg", q, own[0], preferred_element_type=dtype)
+        scores = jnp.concatenate([scores, own_score[..., None]], axis=-1)
+    weights = jax.nn.softmax(scores * q.shape[-1] ** -0.5, axis=-1).astype(v_cache.dtype)
+    mixed = jnp.einsum("bkgs,bksh->bkgh", weights[..., :slots], v_cache)
+    if own is not None:
+        mixed = mixed + weights[..., slots:] * own[1][:, :, None]
     return mixed.reshape(q.shape[0], -1)
 
 

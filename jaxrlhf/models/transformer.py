@@ -21,6 +21,9 @@ from jaxrlhf.models.config import ModelConfig
 Params = Mapping[str, Any]
 Layer = Mapping[str, jax.Array]
 DType = jax.typing.DTypeLike
+KeyValue = tuple[jax.Array, jax.Array]
+# From a layer's (q, k, v) to the mixed values and the keys and values to keep.
+Attention = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, KeyValue]]
 
 # What the backward pass keeps of a layer, by name: all, only its input, or its matrix products.
 REMAT: dict[str, Callable[[Callable], Callable]] = {
@@ -40,15 +43,20 @@ def _cast(layer: Layer, dtype: DType) -> dict[str, jax.Array]:
 
 
 def _layer(
-    x: jax.Array, layer: Layer, rope: nn.Rope, mask: jax.Array, config: ModelConfig
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    """One layer on whole sequences: x [B, T, D] -> x, (k, v) [B, T, K, H]."""
+    x: jax.Array, layer: Layer, rope: nn.Rope, attention: Attention, config: ModelConfig
+) -> tuple[jax.Array, KeyValue]:
+    """One layer on activations [..., D]; what ``attention`` keeps is passed on."""
     layer = _cast(layer, x.dtype)
     h = nn.rms_norm(x, layer["attention_norm"], config.norm_eps)
-    q, k, v = nn.project_qkv(h, layer, rope, config)
-    x = x + nn.attend(q, k, v, mask) @ layer["o_kernel"]
+    mixed, kept = attention(*nn.project_qkv(h, layer, rope, config))
+    x = x + mixed @ layer["o_kernel"]
     h = nn.rms_norm(x, layer["mlp_norm"], config.norm_eps)
-    return x + nn.gated_mlp(h, layer), (k, v)
+    return x + nn.gated_mlp(h, layer), kept
+
+
+def _sequence_attention(mask: jax.Array) -> Attention:
+    """Attention within whole sequences; keeps keys and values [B, T, K, H]."""
+    return lambda q, k, v: (nn.attend(q, k, v, mask), (k, v))
 
 
 def forward(
@@ -80,10 +88,10 @@ def forward(
     if remat not in REMAT:
         raise ValueError(f"unknown remat {remat!r}: use one of {sorted(REMAT)}")
     rope = nn.rope_table(positions, config, compute_dtype)
-    mask = nn.causal_segment_mask(segment_ids)
+    attention = _sequence_attention(nn.causal_segment_mask(segment_ids))
 
     def body(x: jax.Array, layer: Layer) -> tuple[jax.Array, None]:
-        return _layer(x, layer, rope, mask, config)[0], None
+        return _layer(x, layer, rope, attention, config)[0], None
 
     x = params["embed"][tokens].astype(compute_dtype)
     x, _ = lax.scan(REMAT[remat](body), x, params["layers"])
@@ -172,11 +180,12 @@ def prefill(
       The hidden state [P, D] of each prompt's last token, and the cache.
     """
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
-    mask = nn.causal_segment_mask((positions < lengths[:, None]).astype(jnp.int32))
+    inside = (positions < lengths[:, None]).astype(jnp.int32)
+    attention = _sequence_attention(nn.causal_segment_mask(inside))
     rope = nn.rope_table(positions, config, compute_dtype)
 
-    def body(x: jax.Array, layer: Layer) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-        x, (k, v) = _layer(x, layer, rope, mask, config)
+    def body(x: jax.Array, layer: Layer) -> tuple[jax.Array, KeyValue]:
+        x, (k, v) = _layer(x, layer, rope, attention, config)
         return x, (k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3))
 
     x = params["embed"][tokens].astype(compute_dtype)
@@ -201,12 +210,8 @@ def decode_params(params: Params, *, compute_dtype: DType, unroll: bool = True) 
     ``decode_step`` takes the plain tree as well, and then casts and slices at every token.
     """
     layers = _cast(params["layers"], compute_dtype)
-    rest = {
-        name: w if name.endswith("norm") else w.astype(compute_dtype)
-        for name, w in params.items()
-        if name != "layers"
-    }
-    return rest | {"layers": _layer_list(layers) if unroll else layers}
+    rest = _cast({name: w for name, w in params.items() if name != "layers"}, compute_dtype)
+    return {**rest, "layers": _layer_list(layers) if unroll else layers}
 
 
 def _layer_list(layers: Any) -> tuple[Layer, ...]:
@@ -257,48 +262,71 @@ def decode_step(
     generated = (slots >= cache.prompt_slots) & (slots < cache.prompt_slots + step)
     mask = (slots[None] < prompt_lengths[:, None]) | generated[None]
     rope = nn.rope_table(prompt_lengths + step, config, compute_dtype)
-
-    def body(x: jax.Array, inputs: tuple) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-        return _decode_layer(x, *inputs, rope, mask, config)
-
     x = params["embed"][tokens].astype(compute_dtype)
-    if unroll:
-        new = []
-        for inputs in zip(_layer_list(params["layers"]), cache.k, cache.v, strict=True):
-            x, kv = body(x, inputs)
-            new.append(kv)
-        k, v = zip(*new, strict=True)
-    else:
-        x, (k, v) = lax.scan(body, x, (params["layers"], cache.k, cache.v))
-    hidden = nn.rms_norm(x, params["final_norm"], config.norm_eps)
-    return hidden, _write(cache, k, v, cache.prompt_slots + step)
+    run = _decode_unrolled if unroll else _decode_scanned
+    x, cache = run(params["layers"], cache, x, rope, mask, cache.prompt_slots + step, config)
+    return nn.rms_norm(x, params["final_norm"], config.norm_eps), cache
 
 
-def _decode_layer(
+def _decode_unrolled(
+    layers: Any,
+    cache: Cache,
     x: jax.Array,
-    layer: Layer,
-    k_cache: jax.Array,
-    v_cache: jax.Array,
     rope: nn.Rope,
     mask: jax.Array,
+    slot: jax.Array,
     config: ModelConfig,
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    """One layer on one token per row: x [B, D] -> x, its (k, v) [B, K, H]."""
-    layer = _cast(layer, x.dtype)
-    h = nn.rms_norm(x, layer["attention_norm"], config.norm_eps)
-    q, k, v = nn.project_qkv(h, layer, rope, config)
-    x = x + nn.attend_cached(q, k, v, k_cache, v_cache, mask) @ layer["o_kernel"]
-    h = nn.rms_norm(x, layer["mlp_norm"], config.norm_eps)
-    return x + nn.gated_mlp(h, layer), (k, v)
+) -> tuple[jax.Array, Cache]:
+    """Each layer writes its own arrays and then reads them, so that XLA updates them in place."""
+    mask = mask | (jnp.arange(mask.shape[-1]) == slot)[None]
+
+    def attention(
+        cached: KeyValue, q: jax.Array, k: jax.Array, v: jax.Array
+    ) -> tuple[jax.Array, KeyValue]:
+        cached = _write(*cached, k, v, slot)
+        return nn.attend_cached(q, *cached, mask), cached
+
+    kept = []
+    for layer, k_cache, v_cache in zip(_layer_list(layers), cache.k, cache.v, strict=True):
+        x, written = _layer(x, layer, rope, partial(attention, (k_cache, v_cache)), config)
+        kept.append(written)
+    k_caches, v_caches = zip(*kept, strict=True)
+    return x, Cache(k_caches, v_caches, cache.prompt_slots)
 
 
-def _write(cache: Cache, k: Any, v: Any, slot: jax.Array) -> Cache:
-    """The cache with new keys and values [..., B, K, H] in the common ``slot``."""
+def _decode_scanned(
+    layers: Any,
+    cache: Cache,
+    x: jax.Array,
+    rope: nn.Rope,
+    mask: jax.Array,
+    slot: jax.Array,
+    config: ModelConfig,
+) -> tuple[jax.Array, Cache]:
+    """The scan reads the stacked cache and gives the new keys and values; one write follows."""
 
-    def put(old: jax.Array, new: jax.Array, axis: int) -> jax.Array:
-        new = jnp.expand_dims(new, axis).astype(old.dtype)
-        return lax.dynamic_update_slice_in_dim(old, new, slot, axis)
+    def body(
+        x: jax.Array, inputs: tuple[Layer, jax.Array, jax.Array]
+    ) -> tuple[jax.Array, KeyValue]:
+        layer, k_cache, v_cache = inputs
 
-    k = jax.tree.map(lambda old, new: put(old, new, -1), cache.k, k)
-    v = jax.tree.map(lambda old, new: put(old, new, -2), cache.v, v)
-    return Cache(k, v, cache.prompt_slots)
+        def attention(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, KeyValue]:
+            return nn.attend_cached(q, k_cache, v_cache, mask, own=(k, v)), (k, v)
+
+        return _layer(x, layer, rope, attention, config)
+
+    x, kept = lax.scan(body, x, (layers, cache.k, cache.v))
+    k_cache, v_cache = _write(cache.k, cache.v, kept[0], kept[1], slot)
+    return x, Cache(k_cache, v_cache, cache.prompt_slots)
+
+
+def _write(
+    k_cache: jax.Array, v_cache: jax.Array, k: jax.Array, v: jax.Array, slot: jax.Array
+) -> KeyValue:
+    """The caches [..., K, H, S] and [..., K, S, H] with k and v [..., K, H] in one ``slot``."""
+    k = k[..., None].astype(k_cache.dtype)
+    v = v[..., None, :].astype(v_cache.dtype)
+    return (
+        lax.dynamic_update_slice_in_dim(k_cache, k, slot, k_cache.ndim - 1),
+        lax.dynamic_update_slice_in_dim(v_cache, v, slot, v_cache.ndim - 2),
+    )
