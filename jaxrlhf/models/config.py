@@ -88,6 +88,10 @@ class ModelConfig:
             value = getattr(self, field.name)
             if field.type is int and value < 1:
                 raise ValueError(f"{field.name} is {value}: give at least 1")
+        for name in ("rope_theta", "norm_eps", "init_std", "final_softcap"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise ValueError(f"{name} is {value}: give a number above 0")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_heads {self.num_heads} must be a multiple of num_kv_heads {self.num_kv_heads}"
@@ -151,6 +155,8 @@ _LLAMA_8B = _llama3(128256, 4096, 14336, 32, 32, 8, 128, tie=False, scaling=_LLA
 _LLAMA_70B = _llama3(128256, 8192, 28672, 80, 64, 8, 128, tie=False, scaling=_LLAMA_31)
 _LONG = 131072
 
+# Qwen2.5 as in the Instruct checkpoints; the base ones of 7B and more declare 131072 positions, and
+# from 14B a norm_eps of 1e-5. Loading a checkpoint reads its own config.json.
 PRESETS: dict[str, ModelConfig] = {
     "smollm2-135m": _smollm2(49152, 576, 1536, 30, 9, 3, 64, rope_theta=1e5),
     "smollm2-360m": _smollm2(49152, 960, 2560, 32, 15, 5, 64, rope_theta=1e5),
