@@ -160,6 +160,8 @@ class TensorBoardWriter:
     """
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
+        # Its warning about NaN names no metric; the jsonl file shows which one it is.
+        logging.getLogger("tensorboardX.x2num").setLevel(logging.ERROR)
         self._directory = str(directory)
         self._purge_step: int | None = None
         self._writer: tensorboardX.SummaryWriter | None = None

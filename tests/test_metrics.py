@@ -112,7 +112,7 @@ def read_events(directory):
             content = content[16 + length :]
 
 
-def test_tensorboard_gets_scalars_and_purges_on_resume(tmp_path):
+def test_tensorboard_gets_scalars_and_purges_on_resume(tmp_path, caplog):
     writer = TensorBoardWriter(tmp_path)
     for step in range(3):
         writer.write(step, {"policy/loss": step / 2, "kl/coef": 0.1})
@@ -126,8 +126,9 @@ def test_tensorboard_gets_scalars_and_purges_on_resume(tmp_path):
     assert len(scalars) == 6
     writer = TensorBoardWriter(tmp_path)
     writer.truncate_after(1)
-    writer.write(2, {"policy/loss": 7.0})
+    writer.write(2, {"policy/loss": 7.0, "kl/coef": float("nan")})
     writer.close()
+    assert not caplog.messages
     starts = [e.step for e in read_events(tmp_path) if e.session_log.status == 1]
     assert starts == [2]
 
