@@ -156,11 +156,16 @@ class Checkpointer:
         return manifest["step"], state, read.host
 
     def steps(self) -> list[int]:
-        """Returns the steps of the completed checkpoints, oldest first (files not verified)."""
+        """Returns the steps of the completed checkpoints, oldest first (files not verified).
+
+        Waits for a save that is under way, as ``best_step`` does.
+        """
+        self.wait()
         return [manifest["step"] for _, manifest in self._complete()]
 
     def best_step(self) -> int | None:
         """Returns the step of the completed checkpoint with the highest score, if any has one."""
+        self.wait()
         best = _best(self._complete())
         return None if best is None else int(best[1]["step"])
 
@@ -213,8 +218,8 @@ class Checkpointer:
             if not _is_half_written(path) and path.name not in self._unusable:
                 try:
                     by_step[_order(path)[0]] = path, _read_manifest(path)
-                except (CheckpointError, FileNotFoundError):
-                    continue  # a restore reports the first kind; the second is being removed
+                except CheckpointError:
+                    continue  # a restore reports it; it is only not counted here
         return list(by_step.values())
 
     def _free_path(self, step: int) -> pathlib.Path:

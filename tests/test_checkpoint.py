@@ -197,7 +197,6 @@ def test_a_damaged_checkpoint_is_replaced_by_the_next_save(copy):
     with Checkpointer(copy, keep=2, report=lambda _: None) as checkpointer:
         assert checkpointer.restore(abstract(make_state(0)))[0] == 2
         checkpointer.save(3, make_state(30), {})
-        checkpointer.wait()
         assert checkpointer.steps() == [2, 3]
     (step, state, _), reports = restore(copy)
     assert (step, reports) == (3, [])
@@ -209,7 +208,6 @@ def test_keeps_the_newest_and_the_best(tmp_path):
     with Checkpointer(tmp_path, keep=2, keep_best=True) as checkpointer:
         for step, score in enumerate(scores):
             checkpointer.save(step, {"w": jnp.full(2, step)}, {}, score=score)
-        checkpointer.wait()
         assert checkpointer.steps() == [1, 4, 5]
         assert checkpointer.best_step() == 1
         assert checkpointer.restore({"w": jnp.zeros(2, jnp.int32)}, step=1)[1]["w"][0] == 1
