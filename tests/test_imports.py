@@ -14,7 +14,7 @@ PACKAGE = ROOT / "jaxrlhf"
 ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "losses": ({"losses"}, {"jax"}),
     "types": (set(), {"jax", "flax"}),
-    "models": ({"models"}, {"jax", "numpy", "safetensors"}),
+    "models": ({"models"}, {"jax", "numpy", "safetensors", "huggingface_hub"}),
     "sharding": ({"models"}, {"jax"}),
     "data": ({"data"}, {"numpy", "pyarrow", "tokenizers", "transformers"}),
     "rewards": ({"rewards"}, {"numpy"}),

@@ -3,10 +3,12 @@
 import os
 import pathlib
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors import safe_open
+from transformers import AutoTokenizer
 
 from jaxrlhf.models import hf
 from jaxrlhf.models.transformer import forward, logits
@@ -22,28 +24,66 @@ def smollm2() -> pathlib.Path:
     return pathlib.Path(name)
 
 
-def _batch() -> tuple[np.ndarray, np.ndarray]:
-    lengths = np.array([64, 40, 7], np.int32)
-    tokens = np.random.RandomState(0).randint(17, 49152, size=(3, 64)).astype(np.int32)
-    return np.where(np.arange(64) < lengths[:, None], tokens, 2).astype(np.int32), lengths
+QUESTIONS = [
+    "Natalia sold clips to 48 of her friends in April, and then she sold half as many clips in "
+    "May. How many clips did Natalia sell altogether in April and May?",
+    "Write a short poem about the sea.",
+]
 
 
-def test_logits_equal_transformers_before_and_after_a_save(smollm2, tmp_path, torch_logits):
-    tokens, lengths = _batch()
-    params, config = hf.load(smollm2)
-    time = np.broadcast_to(np.arange(64), tokens.shape)
+@pytest.fixture(scope="module")
+def batch(smollm2) -> tuple[np.ndarray, np.ndarray]:
+    """Two chat prompts, right-padded, and their lengths."""
+    tokenizer = AutoTokenizer.from_pretrained(smollm2, local_files_only=True)
+    rows = [
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": text}], add_generation_prompt=True, return_dict=False
+        )
+        for text in QUESTIONS
+    ]
+    lengths = np.array([len(row) for row in rows], np.int32)
+    tokens = np.zeros((len(rows), lengths.max()), np.int32)
+    for row, ids in zip(tokens, rows, strict=True):
+        row[: len(ids)] = ids
+    return tokens, lengths
+
+
+def _logits(directory, tokens, lengths, dtype) -> np.ndarray:
+    params, config = hf.load(directory, dtype=dtype)
+    time = np.broadcast_to(np.arange(tokens.shape[1]), tokens.shape)
     real = time < lengths[:, None]
     hidden = forward(
-        params, jnp.asarray(tokens), jnp.asarray(time), jnp.asarray(real, jnp.int32), config=config
+        params,
+        jnp.asarray(tokens),
+        jnp.asarray(time),
+        jnp.asarray(real, jnp.int32),
+        config=config,
+        compute_dtype=dtype,
     )
-    ours = np.where(real[..., None], logits(params, hidden, config), 0)
-    theirs = torch_logits(smollm2, tokens, lengths)
-    gap = np.abs(ours - theirs).max()
-    print(f"ours against transformers: {gap:.1e}, largest logit {np.abs(theirs).max():.1f}")
-    assert gap <= 1e-4
+    return np.where(real[..., None], logits(params, hidden, config), 0)
 
+
+def test_logits_equal_transformers_before_and_after_a_save(smollm2, batch, tmp_path, torch_logits):
+    ours = _logits(smollm2, *batch, jnp.float32)
+    theirs = torch_logits(smollm2, *batch)
+    with jax.enable_x64(True):
+        exact = _logits(smollm2, *batch, jnp.float64)
+    real = np.arange(ours.shape[1]) < batch[1][:, None]
+    for name, difference in {
+        "ours - transformers": ours - theirs,
+        "ours - float64": ours - exact,
+        "transformers - float64": theirs - exact,
+    }.items():
+        largest, rms = np.abs(difference).max(), np.sqrt(np.square(difference[real]).mean())
+        print(f"{name}: largest {largest:.1e}, root mean square {rms:.1e}")
+    print(f"largest logit {np.abs(exact).max():.1f}")
+    # Logits near 40 after 30 layers: float32 itself leaves up to 1e-4 on either side.
+    np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-4)
+    assert np.sqrt(np.square((ours - theirs)[real]).mean()) < 4e-5
+
+    params, config = hf.load(smollm2)
     saved = hf.save(tmp_path / "saved", params, config, dtype="bfloat16", source_dir=smollm2)
-    again = torch_logits(saved, tokens, lengths)
+    again = torch_logits(saved, *batch)
     print(f"transformers on our save against the original: {np.abs(again - theirs).max():.1e}")
     np.testing.assert_array_equal(again, theirs)
 
