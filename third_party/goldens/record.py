@@ -17,8 +17,8 @@ Identity = dict[str, object]
 
 
 def ids(maker: str, **kwargs: object) -> Identity:
-    """The ``inputs`` of a case: a maker of inputs.py and its keyword arguments."""
-    return {"maker": maker, **kwargs}
+    """The ``inputs`` of a case: a maker of inputs.py and its keyword arguments, False left out."""
+    return {"maker": maker, **{k: v for k, v in kwargs.items() if v is not False}}
 
 
 def tensor(array: np.ndarray, *, grad: bool = False, bfloat16: bool = False) -> torch.Tensor:
