@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxrlhf.losses.masked import zero_outside
+from jaxrlhf.losses.masked import last_action, zero_outside
 
 
 def gae(
@@ -33,7 +33,7 @@ def gae(
       gamma: discount in [0, 1], scalar, may be traced.
       lam: lambda in [0, 1], scalar, may be traced.
       bootstrap: value of the state after the last action token, for rows that were cut off (0 for
-        rows that ended): float[...], or with ``segment_ids`` float[..., T], read at the last token
+        rows that ended): float[...], or with ``segment_ids`` float[..., T], read at the last action
         of each segment. None is 0 everywhere.
       masked: ``skip``, or ``zero_value_steps``: a masked token between actions is a step of value 0
         and reward 0 that decays credit.
@@ -55,49 +55,53 @@ def gae(
     rewards = zero_outside(mask, rewards)
     values = zero_outside(mask, values)
     dtype = jnp.promote_types(rewards.dtype, values.dtype)
-    shape = mask.shape if segment_ids is not None else mask.shape[:-1]
-    after = jnp.zeros(shape, dtype) if bootstrap is None else jnp.asarray(bootstrap, dtype)
-    if after.shape != shape:
-        raise ValueError(f"bootstrap has shape {after.shape}: give it {shape}.")
+    gamma, lam = jnp.asarray(gamma, dtype), jnp.asarray(lam, dtype)
+    if bootstrap is not None:
+        # The value behind the last action enters like a reward of gamma V on that action.
+        rewards = rewards + gamma * _behind_last_action(bootstrap, mask, segment_ids)
     inputs = [rewards.astype(dtype), values.astype(dtype), mask]
     if segment_ids is not None:
-        inputs += [_segment_ends(segment_ids), after]
-        after = jnp.zeros_like(after[..., 0])
-    advantages = _recursion(
-        lax.stop_gradient(inputs),
-        lax.stop_gradient(after),
-        lax.stop_gradient(jnp.asarray(gamma, dtype)),
-        lax.stop_gradient(jnp.asarray(lam, dtype)),
-        skip=masked == "skip",
-    )
-    advantages = zero_outside(mask, advantages)
-    return advantages, advantages + lax.stop_gradient(values)
+        inputs.append(_segment_ends(segment_ids))
+    inputs, gamma, lam = lax.stop_gradient((inputs, gamma, lam))
+    return _recursion(inputs, gamma, lam, skip=masked == "skip")
+
+
+def _behind_last_action(
+    bootstrap: jax.Array, mask: jax.Array, segment_ids: jax.Array | None
+) -> jax.Array:
+    bootstrap = jnp.asarray(bootstrap)
+    shape = mask.shape[:-1] if segment_ids is None else mask.shape
+    if bootstrap.shape != shape:
+        raise ValueError(f"bootstrap has shape {bootstrap.shape}: give it {shape}.")
+    spread = bootstrap[..., None] if segment_ids is None else bootstrap
+    return zero_outside(last_action(mask, segment_ids), jnp.broadcast_to(spread, mask.shape))
 
 
 def _segment_ends(segment_ids: jax.Array) -> jax.Array:
     ends = segment_ids[..., 1:] != segment_ids[..., :-1]
-    return jnp.concatenate([ends, jnp.ones_like(segment_ids[..., :1], jnp.bool_)], axis=-1)
+    return jnp.concatenate([ends, jnp.ones_like(ends[..., :1])], axis=-1)
 
 
 def _recursion(
-    inputs: list[jax.Array], after: jax.Array, gamma: jax.Array, lam: jax.Array, *, skip: bool
-) -> jax.Array:
-    """Scan backwards over the last axis of (rewards, values, mask[, segment ends, bootstrap])."""
+    inputs: list[jax.Array], gamma: jax.Array, lam: jax.Array, *, skip: bool
+) -> tuple[jax.Array, jax.Array]:
+    """Scan backwards over the last axis of (rewards, values, mask[, segment ends]).
 
-    def step(carry, token):
-        running, next_value, inside = carry
-        reward, value, action, *boundary = token
-        if boundary:
-            end, beyond = boundary
-            running, inside = jnp.where(end, 0, running), inside & ~end
-            next_value = jnp.where(end, beyond, next_value)
-        inside |= action
-        advantage = reward + gamma * next_value - value + gamma * lam * running
-        # Behind the last action a masked token is padding, not a step, in either reading.
-        advance = action if skip else inside
-        running = jnp.where(advance, advantage, running)
-        return (running, jnp.where(advance, value, next_value), inside), advantage
+    The carry is what the future is worth: future = gamma (V_next + lam A_next), so that
+    A = r - V + future. All arithmetic stays inside the step, where arrays are contiguous.
+    """
 
-    carry = (jnp.zeros_like(after), after, jnp.zeros(after.shape, jnp.bool_))
+    def step(future, token):
+        reward, value, action, *end = token
+        if end:
+            future = jnp.where(end[0], 0, future)
+        advantage = jnp.where(action, reward - value + future, 0)
+        returns = jnp.where(action, advantage + value, 0)
+        passed_on = future if skip else gamma * lam * future
+        future = jnp.where(action, gamma * (value + lam * advantage), passed_on)
+        return future, (advantage, returns)
+
     time_first = [jnp.moveaxis(x, -1, 0) for x in inputs]
-    return jnp.moveaxis(lax.scan(step, carry, time_first, reverse=True)[1], 0, -1)
+    future = jnp.zeros_like(time_first[0][0])
+    advantages, returns = lax.scan(step, future, time_first, reverse=True)[1]
+    return jnp.moveaxis(advantages, 0, -1), jnp.moveaxis(returns, 0, -1)

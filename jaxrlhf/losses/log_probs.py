@@ -65,17 +65,13 @@ def _statistics(logits: jax.Array, targets: jax.Array) -> TokenLogProbs:
     total = jnp.sum(weights, axis=-1)
     # A logit of -inf (a forbidden token) has weight 0 and must not make 0 * inf.
     products = jnp.where(weights > 0, weights * shifted, 0)
-    chosen = jnp.where(_is_target(logits, targets), shifted, 0)
+    chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1) - top
     log_total = jnp.log(total)
     return TokenLogProbs(
-        log_probs=jnp.sum(chosen, axis=-1) - log_total,
+        log_probs=chosen[..., 0] - log_total,
         logsumexp=top[..., 0] + log_total,
         entropy=log_total - jnp.sum(products, axis=-1) / total,
     )
-
-
-def _is_target(logits: jax.Array, targets: jax.Array) -> jax.Array:
-    return lax.broadcasted_iota(targets.dtype, logits.shape, logits.ndim - 1) == targets[..., None]
 
 
 def _logit_cotangent(
@@ -93,7 +89,8 @@ def _logit_cotangent(
     live = jnp.zeros(targets.shape, jnp.bool_)
     if not isinstance(cotangents.log_probs, SymbolicZero):
         live |= cotangents.log_probs != 0
-        one_hot = _is_target(logits, targets).astype(logits.dtype)
+        vocabulary = lax.broadcasted_iota(targets.dtype, logits.shape, logits.ndim - 1)
+        one_hot = (vocabulary == targets[..., None]).astype(logits.dtype)
         d_logits += cotangents.log_probs[..., None] * (one_hot - probs)
     if not isinstance(cotangents.logsumexp, SymbolicZero):
         live |= cotangents.logsumexp != 0
@@ -221,7 +218,7 @@ def _block_statistics(
         new = _statistics(logits, _slice(targets, start, size))
         return jax.tree.map(lambda old, part: _write(old, part, start), stats, new), None
 
-    zeros = jnp.zeros(targets.shape, temperature.dtype)
+    zeros = jnp.zeros_like(hidden[:, : targets.shape[1], 0], temperature.dtype)
     return lax.scan(block, TokenLogProbs(zeros, zeros, zeros), starts)[0]
 
 
@@ -263,7 +260,7 @@ def _block_backward(softcap, block_size, residuals, cotangents):
         )
         return (_write(d_hidden, d_here, start), d_matrix), None
 
-    zeros = (jnp.zeros_like(hidden), jnp.zeros(matrix.shape, temperature.dtype))
+    zeros = (jnp.zeros_like(hidden), jnp.zeros_like(matrix, temperature.dtype))
     (d_hidden, d_matrix), _ = lax.scan(block, zeros, (starts, overlaps))
     return d_hidden, d_matrix.astype(matrix.dtype), None, None
 
@@ -320,8 +317,12 @@ def token_log_probs(
     if length == 1:
         zeros = jnp.zeros(tokens.shape, dtype)
         return TokenLogProbs(zeros, zeros, zeros)
+    hidden = hidden.reshape(-1, *hidden.shape[-2:])
+    # Adding 0 costs nothing (XLA drops it), and under shard_map makes a replicated matrix vary with
+    # the rows, so that its gradient is summed over devices once, behind the blocks.
+    output_matrix = output_matrix + jnp.zeros_like(hidden[0, 0, 0], output_matrix.dtype)
     stats = _block_statistics(
-        hidden.reshape(-1, *hidden.shape[-2:]),
+        hidden,
         output_matrix,
         tokens.reshape(-1, length)[:, 1:],
         jnp.asarray(temperature, dtype),

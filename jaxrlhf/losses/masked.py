@@ -167,17 +167,27 @@ def whiten(
     return whitened if shift_mean else zero_outside(mask, whitened + mean)
 
 
-def last_action(mask: jax.Array) -> jax.Array:
-    """Mark the last set bit of each row.
+def last_action(mask: jax.Array, segment_ids: jax.Array | None = None) -> jax.Array:
+    """Mark the last set bit of each sequence.
 
     Args:
       mask: bool[..., T].
+      segment_ids: i32[..., T] of packed rows: each run of equal ids is a sequence of its own. None:
+        a row is a sequence.
 
     Returns:
-      bool[..., T] with one True a row, none in rows without a set bit.
+      bool[..., T] with one True a sequence, none in sequences without a set bit.
+
+    Raises:
+      ValueError: the shapes differ.
     """
-    index = mask.shape[-1] - 1 - jnp.argmax(jnp.flip(mask, -1), axis=-1, keepdims=True)
-    return mask & (lax.broadcasted_iota(index.dtype, mask.shape, mask.ndim - 1) == index)
+    slots = _sequence_slots(mask, segment_ids)
+    axis, length = mask.ndim - 1, mask.shape[-1]
+    indices = lax.broadcasted_iota(jnp.int32, mask.shape, axis)
+    following = lax.cummin(jnp.where(mask, indices, length), axis=axis, reverse=True)
+    following = jnp.concatenate([following[..., 1:], jnp.full_like(following[..., :1], length)], -1)
+    beyond = jnp.take_along_axis(slots, jnp.minimum(following, length - 1), axis=-1)
+    return mask & ((following == length) | (beyond != slots))
 
 
 def one_past_end(mask: jax.Array) -> jax.Array:
@@ -194,22 +204,25 @@ def one_past_end(mask: jax.Array) -> jax.Array:
     return jnp.where(last[..., -1:], last, shifted)
 
 
+def _sequence_slots(mask: jax.Array, segment_ids: jax.Array | None) -> jax.Array:
+    """Number the sequences of each row from 0, i32[..., T]: one starts where the id changes."""
+    if segment_ids is None:
+        return jnp.zeros_like(mask, jnp.int32)
+    if segment_ids.shape != mask.shape:
+        raise ValueError(f"segment_ids has shape {segment_ids.shape}: give it mask's {mask.shape}.")
+    changes = segment_ids[..., 1:] != segment_ids[..., :-1]
+    changes = jnp.concatenate([jnp.zeros_like(changes[..., :1]), changes], axis=-1)
+    return jnp.cumsum(changes, axis=-1, dtype=jnp.int32)
+
+
 def _sequence_counts(mask: jax.Array, segment_ids: jax.Array | None) -> tuple[jax.Array, jax.Array]:
     """Count the unmasked tokens of each token's sequence, and the sequences that have any."""
     if segment_ids is None:
         counts = jnp.sum(mask, axis=-1, keepdims=True, dtype=jnp.int32)
         return jnp.broadcast_to(counts, mask.shape), jnp.sum(counts > 0)
-    if segment_ids.shape != mask.shape:
-        raise ValueError(f"segment_ids has shape {segment_ids.shape}: give it mask's {mask.shape}.")
-    flat_mask = mask.reshape(-1, mask.shape[-1])
-    flat_ids = segment_ids.reshape(flat_mask.shape)
-    slots = jnp.cumsum(flat_ids[:, 1:] != flat_ids[:, :-1], axis=1, dtype=jnp.int32)
-    slots = jnp.pad(slots, ((0, 0), (1, 0)))
-
-    def count(row_mask: jax.Array, row_slots: jax.Array) -> jax.Array:
-        return jnp.zeros(row_mask.shape, jnp.int32).at[row_slots].add(row_mask.astype(jnp.int32))
-
-    counts = jax.vmap(count)(flat_mask, slots)
+    slots = _sequence_slots(mask, segment_ids).reshape(-1, mask.shape[-1])
+    ones = mask.reshape(slots.shape).astype(jnp.int32)
+    counts = jax.vmap(lambda row, slot: jnp.zeros_like(row).at[slot].add(row))(ones, slots)
     spread = jnp.take_along_axis(counts, slots, axis=1)
     return spread.reshape(mask.shape), jnp.sum(counts > 0)
 
