@@ -20,8 +20,9 @@ some of the time; it teaches no arithmetic. Held-out means pairs of template and
 warm-up and PPO never see. About five minutes on two CPU cores.
 """
 
-from configs import common
 from ml_collections import ConfigDict
+
+from configs import common
 
 
 def get_config(arg: str | None = None) -> ConfigDict:
@@ -84,7 +85,8 @@ def _tiny(config: ConfigDict) -> None:
     config.embedded.num_heads = 4
     config.embedded.train_problems = 1024
     config.embedded.val_problems = 200
-    config.embedded.spoilt = 0.8
+    config.embedded.demonstrations = 1024
+    config.embedded.spoil_probability = 0.8
     config.embedded.warmup_steps = 250
     config.embedded.warmup_batch_size = 64
     config.embedded.warmup_learning_rate = 3e-3

@@ -5,10 +5,12 @@ import resource
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+
+from jaxrlhf.types import Rollout
 
 
 class Interrupted(Exception):  # noqa: N818 - a request, not an error
@@ -42,6 +44,15 @@ class StopRequest:
         if self.signum is not None:
             raise Interrupted
 
+    def checked(self, bar: Any) -> Callable[[int, int, int], None]:
+        """The sampler's ``on_progress``: moves the bar's rows, and checks."""
+
+        def on_progress(tokens: int, rows_finished: int, rows: int) -> None:
+            bar.update(rows_finished)
+            self.check()
+
+        return on_progress
+
 
 class Phases:
     """Wall-clock seconds per named phase of a step: ``with phases("rollout"): …``."""
@@ -51,6 +62,7 @@ class Phases:
 
     @contextlib.contextmanager
     def __call__(self, name: str) -> Iterator[None]:
+        """Adds the block's seconds to the phase."""
         start = time.perf_counter()
         try:
             yield
@@ -72,8 +84,22 @@ class CompileCounter:
         self.count = 0
         jax.monitoring.register_event_duration_secs_listener(self._listen)
 
-    def _listen(self, event: str, duration: float, **_: Any) -> None:
+    def _listen(self, event: str, duration_secs: float, **_: Any) -> None:
         self.count += event == "/jax/core/compile/backend_compile_duration"
+
+
+def step_metrics(
+    phases: Phases, compiles: CompileCounter, rollout: Rollout, steps_left: int
+) -> dict[str, float]:
+    """What a step took: seconds by phase, tokens per second, compilations so far, peak memory."""
+    out = phases.pop()
+    seconds = out["time/step"]
+    return out | {
+        "time/left": seconds * steps_left,
+        "throughput/tokens_per_second": float(rollout.lengths.sum()) / seconds,
+        "compile/count": float(compiles.count),
+        "memory/peak_bytes": peak_memory_bytes(),
+    }
 
 
 def peak_memory_bytes() -> float:

@@ -3,10 +3,12 @@
 import fcntl
 import json
 import pathlib
+import re
 import time
 from typing import Any
 
-from ml_collections import ConfigDict
+from absl import flags
+from ml_collections import ConfigDict, config_flags
 
 # What a resumed run may change; everything else must be as it was.
 CHANGEABLE = ("total_epochs", "total_steps", "save_freq", "test_freq", "keep_checkpoints")
@@ -81,6 +83,18 @@ def open_workdir(config: ConfigDict, workdir: str | None, name: str) -> tuple[pa
         raise ValueError(f"{path} is not empty and holds no config.json; choose another --workdir.")
     write_json(stored, config.to_dict())
     return path, lock
+
+
+def recipe_name(argv: list[str]) -> str:
+    """``gsm8k-tiny`` for ``--config=configs/gsm8k.py:tiny``.
+
+    Raises:
+      ValueError: words on the command line that are no flags.
+    """
+    if argv[1:]:
+        raise ValueError(f"{argv[1:]} are no flags; write settings as --config.name=value.")
+    file, _, argument = config_flags.get_config_filename(flags.FLAGS["config"]).partition(":")
+    return "-".join([pathlib.Path(file).stem, *re.findall(r"[\w.]+", argument)])[:60]
 
 
 def write_json(path: pathlib.Path, value: Any) -> None:
