@@ -4,12 +4,12 @@ Letters: B rows, T tokens, S = T - 1 positions that have a next token, D hidden 
 """
 
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.custom_derivatives import SymbolicZero
+from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 
 from jaxrlhf.losses.masked import as_float
 
@@ -107,12 +107,16 @@ def _dense_statistics(logits: jax.Array, targets: jax.Array) -> TokenLogProbs:
     return _statistics(logits, targets)
 
 
-def _dense_forward(logits, targets):
+def _dense_forward(
+    logits: CustomVJPPrimal, targets: CustomVJPPrimal
+) -> tuple[TokenLogProbs, tuple[Any, ...]]:
     stats = _statistics(logits.value, targets.value)
     return stats, (logits.value, targets.value, stats)
 
 
-def _dense_backward(residuals, cotangents):
+def _dense_backward(
+    residuals: tuple[Any, ...], cotangents: TokenLogProbs
+) -> tuple[jax.Array, None]:
     logits, targets, stats = residuals
     return _logit_cotangent(logits, targets, stats, cotangents)[0], None
 
@@ -193,8 +197,15 @@ def _over_blocks(length: int, block_size: int) -> tuple[int, jax.Array, jax.Arra
     return size, starts, index * size - starts
 
 
-def _slice(array: jax.Array, start: jax.Array, size: int) -> jax.Array:
-    return lax.dynamic_slice_in_dim(array, start, size, axis=1)
+def _part(tree: Any, start: jax.Array, size: int) -> Any:
+    """Slice the time axis of every [B, T, ...] array; a symbolic zero stays one."""
+
+    def part(x: jax.Array | SymbolicZero) -> jax.Array | SymbolicZero:
+        return (
+            x if isinstance(x, SymbolicZero) else lax.dynamic_slice_in_dim(x, start, size, axis=1)
+        )
+
+    return jax.tree.map(part, tree)
 
 
 def _write(array: jax.Array, block: jax.Array, start: jax.Array) -> jax.Array:
@@ -214,51 +225,52 @@ def _block_statistics(
     size, starts, _ = _over_blocks(targets.shape[1], block_size)
 
     def block(stats: TokenLogProbs, start: jax.Array) -> tuple[TokenLogProbs, None]:
-        logits, _ = _scaled_logits(_slice(hidden, start, size), matrix, temperature, softcap)
-        new = _statistics(logits, _slice(targets, start, size))
-        return jax.tree.map(lambda old, part: _write(old, part, start), stats, new), None
+        here, targets_here = _part((hidden, targets), start, size)
+        logits, _ = _scaled_logits(here, matrix, temperature, softcap)
+        new = _statistics(logits, targets_here)
+        return jax.tree.map(lambda whole, block: _write(whole, block, start), stats, new), None
 
     zeros = jnp.zeros_like(hidden[:, : targets.shape[1], 0], temperature.dtype)
     return lax.scan(block, TokenLogProbs(zeros, zeros, zeros), starts)[0]
 
 
-def _block_forward(hidden, matrix, targets, temperature, softcap, block_size):
+def _block_forward(
+    hidden: CustomVJPPrimal,
+    matrix: CustomVJPPrimal,
+    targets: CustomVJPPrimal,
+    temperature: CustomVJPPrimal,
+    softcap: float | None,
+    block_size: int,
+) -> tuple[TokenLogProbs, tuple[Any, ...]]:
     inputs = (hidden.value, matrix.value, targets.value, temperature.value)
     stats = _block_statistics(*inputs, softcap, block_size)
     return stats, (*inputs, stats)
 
 
-def _block_backward(softcap, block_size, residuals, cotangents):
+def _block_backward(
+    softcap: float | None,
+    block_size: int,
+    residuals: tuple[Any, ...],
+    cotangents: TokenLogProbs,
+) -> tuple[jax.Array, jax.Array, None, None]:
     hidden, matrix, targets, temperature, stats = residuals
     size, starts, overlaps = _over_blocks(targets.shape[1], block_size)
-    compute_dtype = jnp.result_type(hidden, matrix)
+    einsum = partial(jnp.einsum, preferred_element_type=temperature.dtype)
 
-    def block(carry, bounds):
-        d_hidden, d_matrix = carry
+    def block(
+        gradients: tuple[jax.Array, jax.Array], bounds: tuple[jax.Array, jax.Array]
+    ) -> tuple[tuple[jax.Array, jax.Array], None]:
+        d_hidden, d_matrix = gradients
         start, overlap = bounds
-
-        def part(x):
-            return x if isinstance(x, SymbolicZero) else _slice(x, start, size)
-
-        here = part(hidden)
+        here, *others = _part((hidden, targets, stats, cotangents), start, size)
         logits, slope = _scaled_logits(here, matrix, temperature, softcap)
-        d_logits, live = _logit_cotangent(
-            logits,
-            part(targets),
-            TokenLogProbs(*map(part, stats)),
-            TokenLogProbs(*map(part, cotangents)),
-        )
-        d_logits = (d_logits * slope).astype(compute_dtype)
-        d_here = jnp.einsum(
-            "bsv,vd->bsd", d_logits, matrix, preferred_element_type=temperature.dtype
-        )
+        d_logits, live = _logit_cotangent(logits, *others)
+        d_logits = (d_logits * slope).astype(jnp.result_type(hidden, matrix))
+        d_hidden = _write(d_hidden, einsum("bsv,vd->bsd", d_logits, matrix), start)
         # Positions that the block before has counted, and dead ones, add nothing to the matrix.
         counted = lax.broadcasted_iota(jnp.int32, live.shape, 1) < overlap
         here = jnp.where((live & ~counted)[..., None], here, 0)
-        d_matrix += jnp.einsum(
-            "bsv,bsd->vd", d_logits, here, preferred_element_type=temperature.dtype
-        )
-        return (_write(d_hidden, d_here, start), d_matrix), None
+        return (d_hidden, d_matrix + einsum("bsv,bsd->vd", d_logits, here)), None
 
     zeros = (jnp.zeros_like(hidden), jnp.zeros_like(matrix, temperature.dtype))
     (d_hidden, d_matrix), _ = lax.scan(block, zeros, (starts, overlaps))
@@ -320,7 +332,7 @@ def token_log_probs(
     hidden = hidden.reshape(-1, *hidden.shape[-2:])
     # Adding 0 costs nothing (XLA drops it), and under shard_map makes a replicated matrix vary with
     # the rows, so that its gradient is summed over devices once, behind the blocks.
-    output_matrix = output_matrix + jnp.zeros_like(hidden[0, 0, 0], output_matrix.dtype)
+    output_matrix = output_matrix + jnp.zeros_like(hidden, output_matrix.dtype, shape=())
     stats = _block_statistics(
         hidden,
         output_matrix,

@@ -295,8 +295,13 @@ def weighted_sum(per_token: jax.Array, weights: jax.Array) -> jax.Array:
 
     Returns:
       A scalar in at least float32.
+
+    Raises:
+      ValueError: the shapes differ.
     """
     weights = lax.stop_gradient(as_float(weights))
+    if weights.shape != per_token.shape:
+        raise ValueError(f"weights has shape {weights.shape}: give it {per_token.shape}.")
     return jnp.sum(zero_outside(weights != 0, per_token) * weights)
 
 
