@@ -26,7 +26,7 @@ class TokenArrays(NamedTuple):
 
 
 def bucket_length(length: int, multiple: int) -> int:
-    """The smallest multiple of ``multiple`` that holds ``length`` tokens: few shapes, few programs."""
+    """The smallest multiple of ``multiple`` that holds ``length`` tokens."""
     return -(-length // multiple) * multiple
 
 

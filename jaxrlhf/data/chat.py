@@ -53,8 +53,9 @@ def encode_example(
 
     The conversation with the answer as last turn is rendered by the template; the prompt's own ids
     (those that the sampler would see) must be its beginning, and the rest, up to its last stop
-    token, is the answer. What the template writes after that token is left off, as a sampled row
-    ends there too.
+    token, is the answer: words that the template puts before it (Qwen3's empty thought) included,
+    for the model has to say them. What the template writes after that token is left off, as a
+    sampled row ends there too.
 
     Args:
       tokenizer: from ``load_tokenizer``.
