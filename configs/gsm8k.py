@@ -33,6 +33,7 @@ def get_config(arg: str | None = None) -> ConfigDict:
         raise ValueError("config argument tiny makes its own model; drop model=… or tiny.")
     config = common.ppo()
     config.model.path = args.model or "Qwen/Qwen2.5-0.5B-Instruct"
+    config.reward.kwargs.format_score = 0.0  # for an answer in the right form but wrong
     if args.smollm2:
         _smollm2(config, args.model or "HuggingFaceTB/SmolLM2-135M-Instruct")
     if args.tiny:
@@ -62,7 +63,7 @@ def _tiny(config: ConfigDict) -> None:
     config.model.path = "start_model"  # made by the warm-up, inside the run's directory
     config.data.train_files = "data/train.parquet"
     config.data.val_files = "data/val.parquet"
-    config.data.max_prompt_length = 32
+    config.data.max_prompt_length = 24
     config.total_epochs = 1_000
     config.total_steps = 50
     config.save_freq = 10
@@ -85,7 +86,7 @@ def _tiny(config: ConfigDict) -> None:
     config.embedded.num_heads = 4
     config.embedded.train_problems = 1024
     config.embedded.val_problems = 200
-    config.embedded.demonstrations = 1024
+    config.embedded.demonstrations = 4096
     config.embedded.spoil_probability = 0.8
     config.embedded.warmup_steps = 250
     config.embedded.warmup_batch_size = 64
