@@ -78,9 +78,8 @@ def token_batch(
     spread: float = 0.3,
     extreme: bool = False,
     bfloat16: bool = False,
-    drop_empty: bool = False,
 ) -> dict[str, np.ndarray]:
-    """What policy, value and KL losses read, all [6, 10] (``drop_empty`` leaves empty rows out).
+    """What policy, value and KL losses read, all [6, 10].
 
     mask (bool); old_log_probs; log_probs, ref_log_probs and rollout_log_probs, each old_log_probs
     plus ``spread`` times a normal, at most -0.001; advantages (per token), row_advantages [6, 1]
@@ -116,21 +115,23 @@ def token_batch(
         "per_token": normals(seed, 11, shape),
         "scores": normals(seed, 12, shape[:1]),
     }
-    if drop_empty:
-        keep = m.any(axis=1)
-        arrays = {name: x[keep] for name, x in arrays.items()}
     return _float32(arrays, bfloat16)
 
 
 def group_batch(
-    seed: int = 0, groups: str = "uneven", mask: str = "gaps", empty_row: bool = False
+    seed: int = 0,
+    groups: str = "uneven",
+    mask: str = "gaps",
+    empty_row: bool = False,
+    drop_empty: bool = False,
 ) -> dict[str, np.ndarray]:
     """What group-relative advantages read: R rows of 10 tokens.
 
     group_ids (int32 [R]); mask [R, 10], rows of the named mask in turn; scores [R]; parts [R, 3],
     reward parts of unlike scale whose second is 0 or 1; token_rewards [R, 10]: the score on the
     last set bit of the mask; baselines [R] (a greedy sample's score); log_probs, sum_pi_squared and
-    weights [R, 10] for token baselines. ``empty_row`` takes every bit of row 4 (and so its score).
+    weights [R, 10] for token baselines. ``empty_row`` takes every bit of row 4 (and so its score);
+    ``drop_empty`` then leaves that row out of every array.
     """
     group_ids = np.array(GROUPS[groups], np.int32)
     rows = len(group_ids)
@@ -166,6 +167,8 @@ def group_batch(
         "values": normals(seed, 29, m.shape),
         "kl": 0.2 * normals(seed, 30, m.shape),
     }
+    if drop_empty:
+        arrays = {name: x[m.any(axis=1)] for name, x in arrays.items()}
     return _float32(arrays, bfloat16=False)
 
 

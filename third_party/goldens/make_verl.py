@@ -34,6 +34,7 @@ def main() -> None:
     verl_off_policy.add_off_policy(out)
     verl_tokens.add_distillation(out)
     verl_policy.add_compositions(out)
+    verl_rewards.add_data_metrics(out)
     verl_rewards.add_votes(out)
     out.write("verl.json")
 

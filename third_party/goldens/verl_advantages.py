@@ -75,14 +75,16 @@ def add_outcome_advantages(out: Recorder) -> None:
         "even": ids("group_batch", groups="even"),
         "constant": ids("group_batch", groups="constant"),
         "empty_row": ids("group_batch", groups="uneven", empty_row=True),
+        "empty_row_dropped": ids("group_batch", groups="uneven", empty_row=True, drop_empty=True),
     }
     group_of_one = "a group of one keeps its raw score (mean 0, std 1)"
     residue = "six equal float32 scores of 0.3 leave a residue over a tiny std"
     no_place = "the empty row's score is 0 and counts in its group's statistics"
-    notes = {"uneven": group_of_one, "constant": residue, "empty_row": no_place, "even": None}
+    notes = {"uneven": group_of_one, "constant": residue, "empty_row": no_place}
+    notes["empty_row_dropped"] = "the batch of empty_row without that row; " + group_of_one
     group = {"index": "$group_ids"}
     for name, identity in batches.items():
-        note = {"note": notes[name]}
+        note = {"note": notes.get(name)}
         grpo = "compute_grpo_outcome_advantage"
         _add_outcome(out, f"grpo/{name}", grpo, identity, **group, **note)
         _add_outcome(

@@ -159,6 +159,36 @@ def add_overlong(out: Recorder) -> None:
     )
 
 
+def add_data_metrics(out: Recorder) -> None:
+    for batch in ("gaps", "empty_row"):
+        identity = ids("token_batch", mask=batch)
+        x = tensors(inputs.make(identity))
+        rows = len(x["mask"])
+        data = DataProto.from_dict(
+            tensors={
+                "token_level_scores": x["rewards"],
+                "token_level_rewards": x["rewards"],
+                "advantages": x["advantages"],
+                "returns": x["returns"],
+                "values": x["values"],
+                "prompts": torch.ones(rows, 1, dtype=torch.long),
+                "responses": torch.ones_like(x["mask"], dtype=torch.long),
+                "response_mask": x["mask"].long(),
+                "prompt_length": torch.ones(rows),
+                "response_length": x["mask"].sum(-1).float(),
+            }
+        )
+        found = metric_utils.compute_data_metrics(data, use_critic=True)
+        kept = ("critic/vf_explained_var", "critic/advantages/mean", "critic/returns/max")
+        out.add(
+            f"verl/metrics/data/{batch}",
+            "verl.trainer.ppo.metric_utils.compute_data_metrics",
+            identity,
+            {name.removeprefix("critic/"): found[name] for name in kept},
+            note="vf_explained_var is 1 - var(R - V) / (var(R) + 1e-5), unbiased, under the mask",
+        )
+
+
 def add_votes(out: Recorder) -> None:
     answers = ["12", "7", "12", "9", "7", "12"]
     correct = [1.0, 0.0, 1.0, 0.0, 0.0, 1.0]
