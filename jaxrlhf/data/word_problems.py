@@ -148,7 +148,7 @@ def demonstrations(
     *,
     spoil_probability: float = 0.8,
     no_marker: int = 3,
-    wrong_operator: int = 3,
+    wrong_operator: int = 2,
 ) -> list[Record]:
     """Training records with an answer to imitate, most of them spoilt on purpose.
 
