@@ -13,7 +13,8 @@ _ESTIMATORS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "k1": lambda x: x,
     "k2": lambda x: 0.5 * jnp.square(x),
     "k3": lambda x: jnp.expm1(-x) + x,
-    "abs": jnp.abs,
+    # Its gradient is 0, not 1, where both policies agree.
+    "abs": lambda x: x * lax.stop_gradient(jnp.sign(x)),
 }
 KL_KINDS: tuple[str, ...] = (*_ESTIMATORS, "k1_st", "k3_st")
 
