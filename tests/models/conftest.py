@@ -55,11 +55,15 @@ def torch_logits(tmp_path, golden_dir) -> Callable[..., np.ndarray]:
     if not python:
         pytest.skip("JAXRLHF_TORCH_PYTHON names no Python with torch and transformers")
 
-    def run(directory: pathlib.Path, tokens: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    def run(
+        directory: pathlib.Path, tokens: np.ndarray, lengths: np.ndarray, dtype: str = "float32"
+    ) -> np.ndarray:
         batch, out = tmp_path / "batch.npz", tmp_path / "logits.npy"
         np.savez(batch, tokens=tokens, lengths=lengths)
         command = [python, str(golden_dir / "torch_logits.py"), str(directory), str(batch)]
-        done = subprocess.run([*command, str(out)], capture_output=True, text=True, timeout=300)
+        done = subprocess.run(
+            [*command, str(out), dtype], capture_output=True, text=True, timeout=300
+        )
         assert done.returncode == 0, done.stderr[-2000:]
         return np.load(out)
 

@@ -68,18 +68,16 @@ def test_logits_equal_transformers_before_and_after_a_save(smollm2, batch, tmp_p
     theirs = torch_logits(smollm2, *batch)
     with jax.enable_x64(True):
         exact = _logits(smollm2, *batch, jnp.float64)
-    real = np.arange(ours.shape[1]) < batch[1][:, None]
-    for name, difference in {
-        "ours - transformers": ours - theirs,
-        "ours - float64": ours - exact,
-        "transformers - float64": theirs - exact,
-    }.items():
-        largest, rms = np.abs(difference).max(), np.sqrt(np.square(difference[real]).mean())
-        print(f"{name}: largest {largest:.1e}, root mean square {rms:.1e}")
-    print(f"largest logit {np.abs(exact).max():.1f}")
-    # Logits near 40 after 30 layers: float32 itself leaves up to 1e-4 on either side.
-    np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-4)
-    assert np.sqrt(np.square((ours - theirs)[real]).mean()) < 4e-5
+    gap = np.abs(ours - theirs)
+    gap64 = np.abs(exact - torch_logits(smollm2, *batch, "float64")).max()
+    print(f"float64: largest gap to transformers {gap64:.1e}; logits up to {exact.max():.1f}")
+    print(f"float32: largest gap {gap.max():.1e}, over 1e-4 in {np.mean(gap > 1e-4):.1e} of them")
+    for name, logits32 in (("ours", ours), ("transformers'", theirs)):
+        print(f"float32 against our float64: {name} {np.abs(logits32 - exact).max():.1e}")
+    assert gap64 < 1e-4
+    # Logits near 40 after 30 layers: rounding alone moves either side by up to 1e-4.
+    assert np.mean(gap > 1e-4) < 1e-5
+    assert gap.max() < 2e-4
 
     params, config = hf.load(smollm2)
     saved = hf.save(tmp_path / "saved", params, config, dtype="bfloat16", source_dir=smollm2)

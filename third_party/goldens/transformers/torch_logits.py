@@ -1,10 +1,10 @@
-"""Opens a model directory with transformers (torch) and writes its float32 logits.
+"""Opens a model directory with transformers (torch) and writes its logits.
 
-    python torch_logits.py MODEL_DIR BATCH.npz LOGITS.npy
+    python torch_logits.py MODEL_DIR BATCH.npz LOGITS.npy [float32|float64]
 
 BATCH.npz holds `tokens` i32[B, T], right-padded, and `lengths` i32[B]. The command fails if
 transformers reports a tensor as missing, unexpected or of the wrong shape. Logits on padding are
-set to 0.
+set to 0. In float64 transformers still computes norms, softmax and rotations in float32.
 """
 
 import sys
@@ -14,11 +14,13 @@ import torch
 from transformers import AutoModelForCausalLM
 
 
-def logits(directory: str, tokens: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """f32[B, T, V] of the model in `directory`, computed in float32 with eager attention."""
+def logits(
+    directory: str, tokens: np.ndarray, lengths: np.ndarray, dtype: str = "float32"
+) -> np.ndarray:
+    """[B, T, V] of the model in `directory`, computed in `dtype` with eager attention."""
     model, info = AutoModelForCausalLM.from_pretrained(
         directory,
-        dtype=torch.float32,
+        dtype=getattr(torch, dtype),
         attn_implementation="eager",
         output_loading_info=True,
         local_files_only=True,
@@ -32,10 +34,10 @@ def logits(directory: str, tokens: np.ndarray, lengths: np.ndarray) -> np.ndarra
             attention_mask=torch.from_numpy(real.astype(np.int64)),
             use_cache=False,
         ).logits
-    return np.where(real[..., None], out.float().numpy(), 0)
+    return np.where(real[..., None], out.numpy(), 0)
 
 
 if __name__ == "__main__":
-    directory, batch_path, out_path = sys.argv[1:]
+    directory, batch_path, out_path, *dtype = sys.argv[1:]
     batch = np.load(batch_path)
-    np.save(out_path, logits(directory, batch["tokens"], batch["lengths"]))
+    np.save(out_path, logits(directory, batch["tokens"], batch["lengths"], *dtype))
