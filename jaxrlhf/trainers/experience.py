@@ -21,6 +21,7 @@ from jaxrlhf.losses.ppo import explained_variance
 from jaxrlhf.trainers.forward import positions_and_segments
 from jaxrlhf.types import FINISH_STOP, Evaluation, Experience, Rollout
 
+SHUFFLE_STREAM = 0x5F1E  # keeps shuffles apart from sampling keys that start at the same run key
 
 @functools.partial(
     jax.jit, static_argnames=("kl_in", "kl_kind", "whiten_advantages", "aggregation", "norm")
@@ -198,8 +199,16 @@ def _advantage_metrics(
 
 
 def epoch_key(run_key: jax.Array, step: int, epoch: int) -> jax.Array:
-    """The key of one epoch's shuffle: a function of (run, step, epoch), so a resumed run agrees."""
-    return jax.random.fold_in(jax.random.fold_in(run_key, step), epoch)
+    """The key of one epoch's shuffle: a function of (run, step, epoch), so a resumed run agrees.
+
+    Args:
+      run_key: the run's key; it may serve other purposes too, this one has a stream of its own.
+      step: the run's step.
+      epoch: PPO epoch within the step.
+    """
+    for number in (SHUFFLE_STREAM, step, epoch):
+        run_key = jax.random.fold_in(run_key, number)
+    return run_key
 
 
 def minibatch_rows(key: jax.Array, n_rows: int, size: int) -> jax.Array:
