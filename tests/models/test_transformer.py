@@ -40,13 +40,13 @@ CONFIGS = {
 }
 QWEN2 = CONFIGS["qwen2"]
 
-forward = jax.jit(transformer.forward, static_argnames=("config", "compute_dtype", "remat"))
-prefill = jax.jit(
+# These programs are tiny and run once: most of a test's time would go into optimising them.
+jit = partial(jax.jit, compiler_options={"xla_backend_optimization_level": "0"})
+forward = jit(transformer.forward, static_argnames=("config", "compute_dtype", "remat"))
+prefill = jit(
     transformer.prefill, static_argnames=("config", "compute_dtype", "response_slots", "unroll")
 )
-decode_step = jax.jit(
-    transformer.decode_step, static_argnames=("config", "compute_dtype", "unroll")
-)
+decode_step = jit(transformer.decode_step, static_argnames=("config", "compute_dtype", "unroll"))
 
 
 @functools.cache
@@ -158,7 +158,7 @@ def test_gradients_flow_to_the_past_of_the_same_segment_alone():
     params = _params(QWEN2)
     weights = jax.random.normal(jax.random.key(2), (QWEN2.hidden_size,))
 
-    @jax.jit
+    @jit
     def jacobian(embed):
         def read(embed):
             inputs = {**params, "embed": embed}
@@ -219,7 +219,7 @@ def test_a_batch_of_pure_padding_has_finite_values_and_gradients():
         )
         return jnp.sum(jnp.square(hidden.astype(jnp.float32)))
 
-    value, grads = jax.jit(jax.value_and_grad(loss))(_params(QWEN2))
+    value, grads = jit(jax.value_and_grad(loss))(_params(QWEN2))
     assert np.isfinite(value)
     assert all(np.isfinite(g).all() for g in jax.tree.leaves(grads))
 
@@ -235,7 +235,7 @@ def test_rematerialisation_changes_memory_and_not_gradients(rng):
 
     grads, memory = {}, {}
     for remat in transformer.REMAT:
-        compiled = jax.jit(jax.grad(partial(loss, remat=remat))).lower(params).compile()
+        compiled = jit(jax.grad(partial(loss, remat=remat))).lower(params).compile()
         memory[remat] = compiled.memory_analysis().temp_size_in_bytes
         grads[remat] = compiled(params)
     for remat in ("full", "dots"):
@@ -260,7 +260,7 @@ def test_bfloat16_compute_stays_close_and_keeps_float32_masters(rng):
         assert logits.dtype == jnp.float32
         return jnp.mean(jax.nn.logsumexp(logits, axis=-1)), logits
 
-    grad = jax.jit(jax.grad(loss, has_aux=True), static_argnums=1)
+    grad = jit(jax.grad(loss, has_aux=True), static_argnums=1)
     (wide, logits), (half, half_logits) = grad(params, jnp.float32), grad(params, jnp.bfloat16)
     error = np.linalg.norm(half_logits - logits) / np.linalg.norm(logits)
     assert 1e-4 < error < 0.03  # no error would mean that nothing was computed in bfloat16
@@ -428,7 +428,7 @@ def test_the_cache_is_written_by_slices_and_never_scanned_out(unroll):
         assert all(v.aval.size <= 5 * 4 * 2 * 8 for v in equation.outvars)
 
     # The donated cache is updated in place: less than one layer's keys of copies.
-    compiled = jax.jit(chunk, donate_argnums=1).lower(*inputs).compile().memory_analysis()
+    compiled = jit(chunk, donate_argnums=1).lower(*inputs).compile().memory_analysis()
     size = sum(x.nbytes for x in jax.tree.leaves(cache))
     assert compiled.alias_size_in_bytes >= size
     assert compiled.temp_size_in_bytes < size / 2
