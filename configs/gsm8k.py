@@ -50,8 +50,8 @@ def _smollm2(config: ConfigDict, model: str) -> None:
     config.total_steps = 20
     config.rollout.max_response_length = 128
     config.rollout.batch_size = 32
-    config.ppo.train_batch_size = 32
-    config.ppo.ppo_mini_batch_size = 16
+    config.ppo.train_batch_size = 16
+    config.ppo.ppo_mini_batch_size = 8
     config.ppo.ppo_micro_batch_size = 4
     config.ppo.ppo_epochs = 1
     config.reward.kwargs.format_score = 0.1  # right answers are too rare to learn from alone
@@ -65,7 +65,7 @@ def _tiny(config: ConfigDict) -> None:
     config.data.val_files = "data/val.parquet"
     config.data.max_prompt_length = 24
     config.total_epochs = 1_000
-    config.total_steps = 50
+    config.total_steps = 40
     config.save_freq = 10
     config.test_freq = 5
     config.rollout.n = 4
@@ -86,8 +86,8 @@ def _tiny(config: ConfigDict) -> None:
     config.embedded.num_heads = 4
     config.embedded.train_problems = 1024
     config.embedded.val_problems = 200
-    config.embedded.demonstrations = 4096
+    config.embedded.demonstrations = 8192
     config.embedded.spoil_probability = 0.8
-    config.embedded.warmup_steps = 250
-    config.embedded.warmup_batch_size = 64
+    config.embedded.warmup_steps = 700
+    config.embedded.warmup_batch_size = 32
     config.embedded.warmup_learning_rate = 3e-3
