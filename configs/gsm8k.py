@@ -65,7 +65,7 @@ def _tiny(config: ConfigDict) -> None:
     config.data.val_files = "data/val.parquet"
     config.data.max_prompt_length = 24
     config.total_epochs = 1_000
-    config.total_steps = 40
+    config.total_steps = 50
     config.save_freq = 10
     config.test_freq = 5
     config.rollout.n = 4
@@ -87,7 +87,7 @@ def _tiny(config: ConfigDict) -> None:
     config.embedded.train_problems = 1024
     config.embedded.val_problems = 200
     config.embedded.demonstrations = 8192
-    config.embedded.spoil_probability = 0.8
-    config.embedded.warmup_steps = 700
+    config.embedded.spoil_probability = 0.75
+    config.embedded.warmup_steps = 900
     config.embedded.warmup_batch_size = 32
     config.embedded.warmup_learning_rate = 3e-3
