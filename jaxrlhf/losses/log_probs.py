@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 
-from jaxrlhf.losses.masked import as_float
+from jaxrlhf.losses.masked import as_float, check_segments
 
 
 class TokenLogProbs(NamedTuple):
@@ -43,10 +43,7 @@ def align_to_tokens(scalars: jax.Array, segment_ids: jax.Array | None = None) ->
     Raises:
       ValueError: the shapes differ.
     """
-    if segment_ids is not None and segment_ids.shape != scalars.shape:
-        raise ValueError(
-            f"segment_ids has shape {segment_ids.shape}: give it the scalars' {scalars.shape}."
-        )
+    check_segments(segment_ids, scalars.shape)
     return _align(scalars[..., :-1], segment_ids)
 
 
@@ -165,10 +162,7 @@ def _check_shapes(
             f"{name} has shape {array.shape}: its axes before the last must be tokens' "
             f"{tokens.shape}."
         )
-    if segment_ids is not None and segment_ids.shape != tokens.shape:
-        raise ValueError(
-            f"segment_ids has shape {segment_ids.shape}: give it tokens' {tokens.shape}."
-        )
+    check_segments(segment_ids, tokens.shape)
 
 
 def _scaled_logits(

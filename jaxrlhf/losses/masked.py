@@ -53,6 +53,12 @@ def zero_outside(mask: jax.Array | None, x: jax.typing.ArrayLike) -> jax.Array:
     return jnp.where(mask, x, 0)
 
 
+def check_segments(segment_ids: jax.Array | None, shape: tuple[int, ...]) -> None:
+    """Raise ValueError unless ``segment_ids`` is None or has the given shape."""
+    if segment_ids is not None and segment_ids.shape != shape:
+        raise ValueError(f"segment_ids has shape {segment_ids.shape}: give it {shape}.")
+
+
 def masked_sum(x: jax.Array, mask: jax.Array, axis: Axis = None) -> jax.Array:
     """Sum the unmasked elements: sum(where(mask, x, 0)).
 
@@ -208,8 +214,7 @@ def _sequence_slots(mask: jax.Array, segment_ids: jax.Array | None) -> jax.Array
     """Number the sequences of each row from 0, i32[..., T]: one starts where the id changes."""
     if segment_ids is None:
         return jnp.zeros_like(mask, jnp.int32)
-    if segment_ids.shape != mask.shape:
-        raise ValueError(f"segment_ids has shape {segment_ids.shape}: give it mask's {mask.shape}.")
+    check_segments(segment_ids, mask.shape)
     changes = segment_ids[..., 1:] != segment_ids[..., :-1]
     changes = jnp.concatenate([jnp.zeros_like(changes[..., :1]), changes], axis=-1)
     return jnp.cumsum(changes, axis=-1, dtype=jnp.int32)

@@ -1,0 +1,37 @@
+"""Cross-entropy and z-loss."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrlhf import losses
+
+
+def test_cross_entropy_of_a_model_equals_the_plain_formula(rng):
+    logits = rng.normal(size=(2, 5, 7))
+    tokens = rng.integers(0, 7, size=(2, 5))
+    normaliser = np.log(np.exp(logits[:, :-1]).sum(-1))
+    chosen = np.take_along_axis(logits[:, :-1], tokens[:, 1:, None], -1)[..., 0]
+
+    @jax.jit
+    def both(logits, tokens):
+        log_probs, logsumexp, _ = losses.dense_token_log_probs(logits, tokens)
+        with_z = losses.cross_entropy(log_probs, logsumexp=logsumexp, z_loss=1e-2)
+        return losses.cross_entropy(log_probs), with_z
+
+    with jax.enable_x64(True):
+        plain, with_z = map(np.asarray, both(logits, tokens))
+    expected = normaliser - chosen
+    np.testing.assert_allclose(plain[:, 1:], expected, rtol=1e-12)
+    np.testing.assert_allclose(with_z[:, 1:], expected + 1e-2 * normaliser**2, rtol=1e-12)
+    assert (plain[:, 0] == 0).all()
+
+
+def test_z_loss_zero_is_honoured_none_needs_nothing():
+    log_probs = jnp.array([-1.0, -2.0])
+    np.testing.assert_array_equal(losses.cross_entropy(log_probs), [1, 2])
+    zero = losses.cross_entropy(log_probs, logsumexp=jnp.ones(2), z_loss=0.0)
+    np.testing.assert_array_equal(zero, [1, 2])
+    with pytest.raises(ValueError, match="logsumexp"):
+        losses.cross_entropy(log_probs, z_loss=0.0)
