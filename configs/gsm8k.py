@@ -87,7 +87,7 @@ def _tiny(config: ConfigDict) -> None:
     config.embedded.train_problems = 1024
     config.embedded.val_problems = 200
     config.embedded.demonstrations = 8192
-    config.embedded.spoil_probability = 0.75
+    config.embedded.spoil_probability = 0.7
     config.embedded.warmup_steps = 900
     config.embedded.warmup_batch_size = 32
     config.embedded.warmup_learning_rate = 3e-3
