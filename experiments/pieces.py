@@ -231,6 +231,8 @@ def steps(config: Settings, model: Model, hyper: ppo.PPOHyper) -> Steps:
     micro_batches = c.ppo_mini_batch_size * config.rollout.n // micro
     training = functools.partial(update, num_micro_batches=micro_batches)
     actor_loss = functools.partial(ppo.actor_loss, **passes, remat=config.model.remat)
+    if kl.where == "loss":
+        actor_loss = functools.partial(actor_loss, kl_kind=kl.estimator)
     critic_loss = functools.partial(ppo.critic_loss, **passes, remat=config.model.remat)
     return Steps(
         evaluate=functools.partial(ppo.evaluate, row_block=micro, **passes),

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from absl import app, flags, logging
 from ml_collections import config_flags
 
-from experiments import monitor, pieces
+from experiments import errors, monitor, pieces
 from experiments.settings import Settings, check_ppo, open_workdir, recipe_name
 from jaxrlhf.checkpoint import Checkpointer
 from jaxrlhf.data.prompts import PromptIterator
@@ -38,8 +38,8 @@ flags.mark_flag_as_required("config")
 def main(argv: list[str]) -> None:
     """Reads the config, builds the pieces, trains."""
     logging.set_verbosity(logging.WARNING)  # orbax tells much at INFO
+    check_ppo(Settings(CONFIG.value))  # a view of its own: what only checks read counts as unread
     config = Settings(CONFIG.value)
-    check_ppo(config)
     workdir, _lock = open_workdir(CONFIG.value, WORKDIR.value, recipe_name(argv))
     stop, phases, compiles = monitor.StopRequest(), monitor.Phases(), monitor.CompileCounter()
 
@@ -160,4 +160,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    app.run(errors.one_sentence(main), flags_parser=errors.parse_flags)

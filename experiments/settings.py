@@ -5,13 +5,29 @@ import json
 import pathlib
 import re
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from absl import flags
 from ml_collections import ConfigDict, config_flags
 
+from jaxrlhf.data.prompts import OVERLONG
+from jaxrlhf.losses.kl import KL_KINDS
+from jaxrlhf.losses.masked import AGGREGATIONS
+from jaxrlhf.models.transformer import REMAT
+from jaxrlhf.trainers.ppo import LOSS_KL_KINDS
+
 # What a resumed run may change; everything else must be as it was.
 CHANGEABLE = ("total_epochs", "total_steps", "save_freq", "test_freq", "keep_checkpoints")
+NORMED = "seq_mean_token_sum_norm"  # needs a constant that no setting gives
+CHOICES = {
+    "model.compute_dtype": ("float32", "bfloat16"),
+    "model.remat": tuple(REMAT),
+    "data.overlong_prompts": OVERLONG,
+    "reward.on_error": ("raise", "skip"),
+    "ppo.aggregation": tuple(mode for mode in AGGREGATIONS if mode != NORMED),
+    "kl.where": ("reward", "loss", "none"),
+}
 
 
 class Settings:
@@ -79,7 +95,7 @@ def open_workdir(config: ConfigDict, workdir: str | None, name: str) -> tuple[pa
     stored = path / "config.json"
     if stored.exists():
         _check_unchanged(config, json.loads(stored.read_text()), path)
-    elif any(child.name != ".lock" for child in path.iterdir()):
+    elif {child.name for child in path.iterdir()} - {".lock", "config.partial"}:
         raise ValueError(f"{path} is not empty and holds no config.json; choose another --workdir.")
     write_json(stored, config.to_dict())
     return path, lock
@@ -114,8 +130,9 @@ def _check_unchanged(config: ConfigDict, stored: dict[str, Any], path: pathlib.P
         and not key.startswith("logging.")
     ]
     if changed:
+        more = f" and {len(changed) - 8} more" if len(changed) > 8 else ""
         raise ValueError(
-            f"{path} holds a run with other settings: {', '.join(changed)}; "
+            f"{path} holds a run with other settings: {', '.join(changed[:8])}{more}; "
             "set them back, or choose another --workdir."
         )
 
@@ -133,6 +150,8 @@ def check_ppo(config: Settings) -> None:
     _positive(config, "ppo", "ppo_epochs")
     _positive(config, "rollout", "n", "batch_size", "chunk_length", "max_response_length")
     _positive(config, "data", "max_prompt_length")
+    for key, choices in CHOICES.items():
+        _one_of(config, key, choices)
     if batch % mini:
         raise ValueError(
             f"ppo.train_batch_size={batch} is not a multiple of ppo.ppo_mini_batch_size={mini}; "
@@ -143,6 +162,11 @@ def check_ppo(config: Settings) -> None:
             f"ppo.ppo_mini_batch_size={mini} x rollout.n={rollout.n} = {rows} rows is not a "
             f"multiple of ppo.ppo_micro_batch_size={micro}; use one of {_divisors(rows)}."
         )
+    if rollout.n > rollout.batch_size:
+        raise ValueError(
+            f"rollout.n={rollout.n} is above rollout.batch_size={rollout.batch_size}; raise the "
+            "latter, the rows that decode together, to a multiple of it."
+        )
     if rollout.temperature <= 0:
         raise ValueError(
             f"rollout.temperature={rollout.temperature} leaves nothing to learn from; "
@@ -152,8 +176,7 @@ def check_ppo(config: Settings) -> None:
 
 
 def _check_coefficients(config: Settings, kl: Settings) -> None:
-    if kl.where not in ("reward", "loss", "none"):
-        raise ValueError(f"kl.where={kl.where!r} is unknown; use reward, loss or none.")
+    _one_of(config, "kl.estimator", LOSS_KL_KINDS if kl.where == "loss" else KL_KINDS)
     if kl.where == "none" and (kl.coef or kl.target):
         raise ValueError(
             f"kl.coef={kl.coef} and kl.target={kl.target} have no effect while kl.where is none; "
@@ -192,6 +215,13 @@ def _positive(config: Settings, group: str, *names: str) -> None:
         value = getattr(getattr(config, group), name)
         if value < 1:
             raise ValueError(f"{group}.{name}={value} must be at least 1.")
+
+
+def _one_of(config: Settings, key: str, choices: Sequence[str]) -> None:
+    group, _, name = key.partition(".")
+    value = getattr(getattr(config, group), name)
+    if value not in choices:
+        raise ValueError(f"{key}={value!r} is unknown here; use one of {', '.join(choices)}.")
 
 
 def _divisors(n: int) -> str:
