@@ -3,6 +3,7 @@
 import functools
 import linecache
 import pathlib
+import re
 import sys
 import types
 from collections.abc import Callable
@@ -43,8 +44,8 @@ def parse_flags(argv: list[str]) -> list[str]:
     """The ``flags_parser`` of ``app.run``: a ``--config.name`` that no recipe has is a sentence."""
     try:
         return app.parse_flags_with_usage(argv)
-    except AttributeError as error:  # ml_collections' word for it, in quotes of quotes
-        name = " ".join(str(error).replace('"', "").replace("'", "").splitlines())
+    except AttributeError as error:  # ml_collections' word for it, the name in quotes of quotes
+        name, *_ = re.findall(r"\w+", str(error))
         sys.exit(f"error: the recipe has no setting {name}; configs/common.py has all their names")
 
 
