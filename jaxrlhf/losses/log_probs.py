@@ -186,9 +186,9 @@ def _over_blocks(length: int, block_size: int) -> tuple[int, jax.Array, jax.Arra
     """
     count = -(-length // block_size)
     size = -(-length // count)
-    index = jnp.arange(count, dtype=jnp.int32)
-    starts = jnp.minimum(index * size, length - size)
-    return size, starts, index * size - starts
+    starts = [min(i * size, length - size) for i in range(count)]
+    overlaps = [i * size - start for i, start in enumerate(starts)]
+    return size, jnp.array(starts, jnp.int32), jnp.array(overlaps, jnp.int32)
 
 
 def _part(tree: Any, start: jax.Array, size: int) -> Any:
