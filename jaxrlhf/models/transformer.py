@@ -245,7 +245,8 @@ def decode_step(
       cache: from ``prefill`` or the previous step, of the same ``unroll``.
       tokens: i32[B], the tokens to feed.
       prompt_lengths: i32[B]; token ``step`` of a row has position ``prompt_length + step``.
-      step: i32 scalar, counted from 0.
+      step: i32 scalar, counted from 0; the caller keeps it below the cache's response slots (a
+        traced index cannot be checked, and a write past the end would land in the last slot).
       config: static.
       compute_dtype: dtype of activations and products.
       unroll: which form.
@@ -254,10 +255,12 @@ def decode_step(
       The hidden states [B, D] after the final norm, which predict token ``step + 1``; the cache.
 
     Raises:
-      ValueError: when the cache has the other form.
+      ValueError: when the cache or the parameters have the other form.
     """
     if unroll != cache.unrolled:
         raise ValueError(f"the cache was made with unroll={cache.unrolled}: pass the same here")
+    if isinstance(params["layers"], tuple) and not unroll:
+        raise ValueError("the parameters were prepared with unroll=True: pass the same here")
     slots = jnp.arange(cache.v[0].shape[-2])
     generated = (slots >= cache.prompt_slots) & (slots < cache.prompt_slots + step)
     mask = (slots[None] < prompt_lengths[:, None]) | generated[None]

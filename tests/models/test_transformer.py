@@ -372,16 +372,20 @@ def test_init_cache_is_prefill_s_and_the_other_form_is_refused(unroll):
     assert jax.tree.structure(made) == jax.tree.structure(cache)
     for mine, theirs in zip(jax.tree.leaves(made), jax.tree.leaves(cache), strict=True):
         assert (mine.shape, mine.dtype) == (theirs.shape, theirs.dtype)
+    params = _params(QWEN2)
+    step = partial(
+        transformer.decode_step,
+        tokens=tokens[:, 0],
+        prompt_lengths=lengths,
+        step=jnp.int32(0),
+        **settings,
+    )
     with pytest.raises(ValueError, match=f"made with unroll={unroll}"):
-        transformer.decode_step(
-            _params(QWEN2),
-            made,
-            tokens[:, 0],
-            prompt_lengths=lengths,
-            step=jnp.int32(0),
-            unroll=not unroll,
-            **settings,
-        )
+        step(params, made, unroll=not unroll)
+    if not unroll:
+        prepared = transformer.decode_params(params, compute_dtype=jnp.bfloat16)
+        with pytest.raises(ValueError, match="prepared with unroll=True"):
+            step(prepared, made, unroll=False)
 
 
 def _equations(jaxpr):
