@@ -1,5 +1,6 @@
 """From a config to a run: keys that were read, a directory that is ours, contradictions refused."""
 
+import contextlib
 import fcntl
 import json
 import pathlib
@@ -87,17 +88,23 @@ def open_workdir(config: ConfigDict, workdir: str | None, name: str) -> tuple[pa
     """
     path = pathlib.Path(workdir or f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}").absolute()
     path.mkdir(parents=True, exist_ok=True)
-    lock = (path / ".lock").open("w")
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise ValueError(f"{path} is in use by another run; choose another --workdir.") from None
-    stored = path / "config.json"
-    if stored.exists():
-        _check_unchanged(config, json.loads(stored.read_text()), path)
-    elif {child.name for child in path.iterdir()} - {".lock", "config.partial"}:
-        raise ValueError(f"{path} is not empty and holds no config.json; choose another --workdir.")
-    write_json(stored, config.to_dict())
+    with contextlib.ExitStack() as refused:
+        lock = refused.enter_context((path / ".lock").open("w"))
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(
+                f"{path} is in use by another run; choose another --workdir."
+            ) from None
+        stored = path / "config.json"
+        if stored.exists():
+            _check_unchanged(config, json.loads(stored.read_text()), path)
+        elif {child.name for child in path.iterdir()} - {".lock", "config.partial"}:
+            raise ValueError(
+                f"{path} is not empty and holds no config.json; choose another --workdir."
+            )
+        write_json(stored, config.to_dict())
+        refused.pop_all()  # the lock stays
     return path, lock
 
 
