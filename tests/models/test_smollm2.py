@@ -71,13 +71,14 @@ def test_logits_equal_transformers_before_and_after_a_save(smollm2, batch, tmp_p
     gap = np.abs(ours - theirs)
     gap64 = np.abs(exact - torch_logits(smollm2, *batch, "float64")).max()
     print(f"float64: largest gap to transformers {gap64:.1e}; logits up to {exact.max():.1f}")
-    print(f"float32: largest gap {gap.max():.1e}, over 1e-4 in {np.mean(gap > 1e-4):.1e} of them")
+    positions, over = batch[1].sum(), (gap.max(axis=-1) > 1e-4).sum()
+    print(f"float32: largest gap {gap.max():.2e}, above 1e-4 at {over} of {positions} positions")
     for name, logits32 in (("ours", ours), ("transformers'", theirs)):
         print(f"float32 against our float64: {name} {np.abs(logits32 - exact).max():.1e}")
     assert gap64 < 1e-4
-    # Logits near 40 after 30 layers: rounding alone moves either side by up to 1e-4.
-    assert np.mean(gap > 1e-4) < 1e-5
-    assert gap.max() < 2e-4
+    # In float32 the two sides differ from float64 by about 1e-4 each, so an absolute 1e-4 between
+    # them is not guaranteed (the count is printed); the bound is relative to a position's logits.
+    assert np.all(gap.max(axis=-1) <= 1e-5 * np.abs(exact).max(axis=-1))
 
     params, config = hf.load(smollm2)
     saved = hf.save(tmp_path / "saved", params, config, dtype="bfloat16", source_dir=smollm2)
