@@ -34,6 +34,7 @@ def get_config(arg: str | None = None) -> ConfigDict:
     config = common.ppo()
     config.model.path = args.model or "Qwen/Qwen2.5-0.5B-Instruct"
     config.reward.kwargs.format_score = 0.0  # for an answer in the right form but wrong
+    config.reward.kwargs.lenient = False  # True also reads \boxed{} and the last number
     if args.smollm2:
         _smollm2(config, args.model or "HuggingFaceTB/SmolLM2-135M-Instruct")
     if args.tiny:
@@ -54,6 +55,7 @@ def _smollm2(config: ConfigDict, model: str) -> None:
     config.ppo.ppo_mini_batch_size = 8
     config.ppo.ppo_micro_batch_size = 4
     config.ppo.ppo_epochs = 1
+    config.reward.kwargs.lenient = True  # it seldom writes "####"
     config.reward.kwargs.format_score = 0.1  # right answers are too rare to learn from alone
 
 
