@@ -40,8 +40,19 @@ CONFIGS = {
 }
 QWEN2 = CONFIGS["qwen2"]
 
-# These programs are tiny and run once: most of a test's time would go into optimising them.
-jit = partial(jax.jit, compiler_options={"xla_backend_optimization_level": "0"})
+
+def _quick_jit():
+    """These programs are tiny and run once: most of the time would go into optimising them."""
+    options = {"xla_backend_optimization_level": "0"}
+    faster = options | {"xla_cpu_use_fusion_emitters": False}  # not known to every version of XLA
+    try:
+        jax.jit(lambda x: x + 1, compiler_options=faster)(0)
+    except jax.errors.JaxRuntimeError:
+        faster = options
+    return partial(jax.jit, compiler_options=faster)
+
+
+jit = _quick_jit()
 forward = jit(transformer.forward, static_argnames=("config", "compute_dtype", "remat"))
 prefill = jit(
     transformer.prefill, static_argnames=("config", "compute_dtype", "response_slots", "unroll")
