@@ -286,3 +286,11 @@ def test_last_action_and_one_past_end_equal_a_loop(seed, packed):
     np.testing.assert_array_equal(found, last)
     if not packed:
         np.testing.assert_array_equal(one_past_end(mask), past)
+
+
+def test_garbage_is_replaced_not_multiplied_away():
+    """Without XLA's help, which may turn a product with a mask into a selection."""
+    with jax.disable_jit():
+        x, mask = jnp.array([jnp.nan, 1.0, jnp.inf]), jnp.array([False, True, False])
+        assert losses.masked_sum(x, mask) == 1
+        assert losses.weighted_sum(x, mask.astype(jnp.float32)) == 1
