@@ -214,9 +214,9 @@ def test_what_it_may_not_is_named(config, tmp_path, values, named):
 def test_a_key_more_or_less_is_a_change(config, tmp_path):
     open_workdir(config, str(tmp_path), "x")[1].close()
     with config.unlocked():
-        config.reward.kwargs.lenient = True
+        config.reward.kwargs.strictness = 1
         del config.embedded.num_heads
-    with pytest.raises(ValueError, match=r"embedded.num_heads \(4 -> absent\).*lenient \(absent"):
+    with pytest.raises(ValueError, match=r"embedded.num_heads \(4 -> absent\).*strictness \(absent"):
         open_workdir(config, str(tmp_path), "x")
 
 
