@@ -53,6 +53,13 @@ def test_which_model(arg, path):
     assert get_config(arg).model.path == path
 
 
+def test_another_scorer_does_not_get_this_ones_keywords():
+    config = get_config("smollm2,reward=jaxrlhf.rewards.gsm8k.strict_verl")
+    assert config.reward.function == "jaxrlhf.rewards.gsm8k.strict_verl"
+    assert config.reward.kwargs.to_dict() == {}
+    check_ppo(Settings(config))
+
+
 @pytest.mark.parametrize("arg", ["tiny,smollm2", "tiny,model=DIR", "large"])
 def test_contradictions_are_one_sentence(arg):
     with pytest.raises(ValueError, match="config argument") as error:

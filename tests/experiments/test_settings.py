@@ -216,7 +216,8 @@ def test_a_key_more_or_less_is_a_change(config, tmp_path):
     with config.unlocked():
         config.reward.kwargs.strictness = 1
         del config.embedded.num_heads
-    with pytest.raises(ValueError, match=r"embedded.num_heads \(4 -> absent\).*strictness \(absent"):
+    named = r"embedded.num_heads \(4 -> absent\).*strictness \(absent -> 1\)"
+    with pytest.raises(ValueError, match=named):
         open_workdir(config, str(tmp_path), "x")
 
 
