@@ -90,12 +90,12 @@ def test_consecutive_tokens_of_a_row_are_independent():
 
 
 logit = st.one_of(
-    st.floats(-8, 8, width=32),
+    st.integers(-512, 512).map(lambda i: i / 64),  # no two that differ by rounding alone
     st.sampled_from([-np.inf, 0.0, 1.0, 1e4, -1e4, 88.0, -104.0]),
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=200, deadline=None, derandomize=True)
 @given(
     logits=st.lists(logit, min_size=1, max_size=40).filter(lambda x: max(x) > -np.inf),
     temperature=st.sampled_from([0.01, 0.5, 1.0, 1.5, 10.0]),
@@ -103,8 +103,7 @@ logit = st.one_of(
     top_p=st.sampled_from([None, 0.05, 0.3, 0.90001, 1.0]),
 )
 def test_token_and_log_prob_agree_with_float64(logits, temperature, top_k, top_p):
-    # + 0: lax.top_k ranks −0 below 0.
-    logits = np.asarray(logits + [-np.inf] * (40 - len(logits)), np.float32) + 0
+    logits = np.asarray(logits + [-np.inf] * (40 - len(logits)), np.float32)
     uniforms = np.append(np.linspace(0, 0.999, 13, dtype=np.float32), np.float32(LAST))
     tokens, log_probs = draw(logits, uniforms, temperature, top_k, top_p)
     probs, order = oracle(logits, temperature, top_k, top_p)
