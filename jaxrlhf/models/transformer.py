@@ -180,8 +180,8 @@ def prefill(
       The hidden state [P, D] of each prompt's last token, and the cache.
     """
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
-    inside = (positions < lengths[:, None]).astype(jnp.int32)
-    attention = _sequence_attention(nn.causal_segment_mask(inside))
+    # Causality alone hides the padding: it lies to the right of every prompt token.
+    attention = _sequence_attention(nn.causal_segment_mask(jnp.ones_like(tokens[:1])))
     rope = nn.rope_table(positions, config, compute_dtype)
 
     def body(x: jax.Array, layer: Layer) -> tuple[jax.Array, KeyValue]:

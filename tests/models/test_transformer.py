@@ -283,6 +283,29 @@ def test_bfloat16_compute_stays_close_and_keeps_float32_masters(rng):
     assert 1e-4 < error < 0.06
 
 
+def test_norm_scales_are_never_rounded_to_bfloat16(rng):
+    inputs = _rows(rng.integers(0, 97, (2, 8)))
+    params = _params(CONFIGS["qwen3"])
+    prepared = transformer.decode_params(params, compute_dtype=jnp.bfloat16)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(prepared):
+        kept = path[-1].key.endswith("norm")
+        assert leaf.dtype == (jnp.float32 if kept else jnp.bfloat16)
+
+    def run(scale):
+        layers = {
+            name: jnp.full_like(x, scale) if name.endswith("norm") else x
+            for name, x in params["layers"].items()
+        }
+        return forward(
+            {**params, "layers": layers},
+            *inputs,
+            config=CONFIGS["qwen3"],
+            compute_dtype=jnp.bfloat16,
+        )
+
+    assert (run(1 + 2**-9) != run(1.0)).any()  # which bfloat16 cannot tell apart
+
+
 def test_final_softcap_bounds_the_logits(rng):
     config = dataclasses.replace(LLAMA, final_softcap=2.0)
     params, hidden = _params(config), jnp.asarray(rng.normal(size=(3, 32)), jnp.float32)
