@@ -61,13 +61,13 @@ def main(argv: list[str]) -> None:
     rollouts = RolloutWriter(workdir / "rollouts", rows=config.logging.rollouts_per_step)
     checkpoints = Checkpointer(workdir / "checkpoints", keep=config.keep_checkpoints, report=print)
     save_freq, test_freq, critic_warmup = config.save_freq, config.test_freq, c.critic_warmup
+    ppo_epochs, kl_state = c.ppo_epochs, init_kl_state(kl.coef or 0.0)
     pieces.refuse_unread(config)
 
     # The state of a run. What is not in here follows from the config and the step's number.
     ref_params = model.params
     actor = init_train_state(ref_params, actor_opt)
     critic = init_train_state(init_critic(ref_params, model.config), critic_opt, copy=False)
-    kl_state = init_kl_state(kl.coef or 0.0)
     done: dict[str, Any] = {"step": 0, "data": data.state(), "best": -1.0}
     saved = -1
     if restored := checkpoints.restore({"actor": actor, "critic": critic, "kl": kl_state}):
@@ -115,11 +115,11 @@ def main(argv: list[str]) -> None:
                     jnp.asarray(scores.scored),
                     kl_coef=kl_state.coef if kl.where == "reward" else None,
                 )
-            with phases("update"), progress("update", c.ppo_epochs * batch_rows, "rows") as bar:
+            with phases("update"), progress("update", ppo_epochs * batch_rows, "rows") as bar:
                 if kl.where == "loss":
                     hyper = dataclasses.replace(hyper, kl_loss_coef=kl_state.coef)
                 actor_history, critic_history = [], []
-                for epoch in range(c.ppo_epochs):
+                for epoch in range(ppo_epochs):
                     key = ppo.epoch_key(run_key, step, epoch)
                     for part in ppo.minibatches(key, experience, mini, aggregation=c.aggregation):
                         critic, m = update_critic(critic, part, critic_opt, hyper)
