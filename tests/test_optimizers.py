@@ -117,7 +117,9 @@ def test_adamw_equals_float64_oracle(rng, max_grad_norm, weight_decay):
 
 
 def test_decay_mask_of_every_model_leaf():
-    critic = init_critic(init_params(jax.random.key(0), CONFIG), CONFIG)
+    critic = jax.eval_shape(
+        lambda key: init_critic(init_params(key, CONFIG), CONFIG), jax.random.key(0)
+    )
     flat = jax.tree_util.tree_leaves_with_path(decay_mask(critic))
     decayed = {path[-1].key for path, yes in flat if yes}
     kernels = {f"{n}_kernel" for n in ("q", "k", "v", "o", "gate", "up", "down")}

@@ -23,6 +23,7 @@ from jaxrlhf.types import FINISH_STOP, Evaluation, Experience, Rollout
 
 SHUFFLE_STREAM = 0x5F1E  # keeps shuffles apart from sampling keys that start at the same run key
 
+
 @functools.partial(
     jax.jit, static_argnames=("kl_in", "kl_kind", "whiten_advantages", "aggregation", "norm")
 )

@@ -20,7 +20,8 @@ from jaxrlhf.trainers.forward import (
 from jaxrlhf.trainers.ppo import PPOHyper, actor_loss, make_experience
 
 
-def dense(params, critic, rollout, config):
+@functools.partial(jax.jit, static_argnames="config")
+def dense(params, critic, rollout, *, config):
     """Logits and head values, position-aligned, straight from the model."""
     n, width = rollout.tokens.shape
     positions = np.broadcast_to(np.arange(width), (n, width))
@@ -44,9 +45,7 @@ def softmax_statistics(logits, tokens, mask, temperature):
 
 @pytest.mark.parametrize("temperature", [0.5, 1.5])
 def test_evaluate_equals_dense_oracle(config, models, uneven, temperature):
-    raw, values = jax.jit(functools.partial(dense, config=config))(
-        models.actor, models.critic, uneven
-    )
+    raw, values = dense(models.actor, models.critic, uneven, config=config)
     got = evaluate(
         models.actor, models.ref, models.critic, uneven, jnp.float32(temperature), config=config
     )
@@ -77,6 +76,9 @@ def test_row_blocks_see_each_row_once():
     np.testing.assert_array_equal(out["z"], np.arange(7) + 2)
 
 
+trained_loss = jax.jit(actor_loss, static_argnames=("config", "remat"))
+
+
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 1.5])
 def test_ratio_is_one_and_kl_zero_before_the_first_update(config, models, uneven, temperature):
     """Fault rows 8 and 9, at the loss itself."""
@@ -102,16 +104,14 @@ def test_ratio_is_one_and_kl_zero_before_the_first_update(config, models, uneven
     )
     for name in ("kl/k1_token_mean", "kl/k3_token_mean", "kl/k1_sequence_mean"):
         assert abs(metrics[name]) < 1e-6, name
-    _, step = jax.jit(functools.partial(actor_loss, config=config, remat="full"))(
-        models.actor, experience, hyper
-    )
+    _, step = trained_loss(models.actor, experience, hyper, config=config, remat="full")
     assert abs(step.maxima["policy/ratio_max"] - 1) < 1e-5
     assert abs(step.sums["policy/kl_k3"]) < 1e-6
     assert step.sums["policy/clip_fraction"] == 0
 
 
 def sampled(config, models, rollout, temperature):
-    raw, _ = dense(models.actor, models.critic, rollout, config)
+    raw, _ = dense(models.actor, models.critic, rollout, config=config)
     log_probs, _ = softmax_statistics(raw, rollout.tokens, rollout.response_mask, temperature)
     return rollout.replace(log_probs=log_probs.astype(np.float32))
 
