@@ -115,6 +115,7 @@ def ppo() -> ConfigDict:
     c.ppo.lam = 0.95
     c.ppo.whiten_advantages = True
     c.ppo.aggregation = "token_mean"
+    c.ppo.aggregation_norm = placeholder(float)  # the constant of seq_mean_token_sum_norm
     c.ppo.entropy_coef = placeholder(float)
     c.ppo.critic_warmup = 0  # steps in which the critic alone is updated
 

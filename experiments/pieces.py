@@ -2,7 +2,7 @@
 
 import functools
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -219,6 +219,7 @@ class Steps(NamedTuple):
 
     evaluate: Callable[..., Evaluation]
     make_experience: Callable[..., Any]
+    minibatches: Callable[..., Iterator[Experience]]
     update_actor: Callable[..., tuple[TrainState, dict[str, jax.Array]]]
     update_critic: Callable[..., tuple[TrainState, dict[str, jax.Array]]]
 
@@ -244,6 +245,10 @@ def steps(config: Settings, model: Model, hyper: ppo.PPOHyper) -> Steps:
             kl_kind=kl.estimator,
             whiten_advantages=c.whiten_advantages,
             aggregation=c.aggregation,
+            norm=c.aggregation_norm,
+        ),
+        minibatches=functools.partial(
+            ppo.minibatches, aggregation=c.aggregation, norm=c.aggregation_norm
         ),
         update_actor=functools.partial(training, loss_fn=actor_loss, name="policy"),
         update_critic=functools.partial(training, loss_fn=critic_loss, name="value"),

@@ -53,7 +53,7 @@ def main(argv: list[str]) -> None:
     validate = pieces.make_validation(config, sampler, val_set, score, model)
     hyper, actor_opt, critic_opt = pieces.hyper_parameters(config)
     batch_rows, mini = c.train_batch_size * n, c.ppo_mini_batch_size * n
-    evaluate, make_experience, update_actor, update_critic = pieces.steps(config, model, hyper)
+    steps = pieces.steps(config, model, hyper)
     control = pieces.kl_controller(config)
     run_key = jax.random.key(config.seed, impl="threefry2x32")
     total_steps = pieces.total_steps(config, data.batches_per_epoch)
@@ -103,12 +103,12 @@ def main(argv: list[str]) -> None:
                 scores, texts = pieces.score_rollout(rollout, batch, score, model)
                 stop.check()
             with phases("evaluate"):
-                evaluation = evaluate(
+                evaluation = steps.evaluate(
                     actor.params, ref_params, critic.params, rollout, hyper.temperature
                 )
                 if step == 1:
                     pieces.check_start(config, model, actor, rollout, evaluation, hyper)
-                experience, metrics = make_experience(
+                experience, metrics = steps.make_experience(
                     rollout,
                     evaluation,
                     jnp.asarray(scores.scores),
@@ -121,11 +121,11 @@ def main(argv: list[str]) -> None:
                 actor_history, critic_history = [], []
                 for epoch in range(ppo_epochs):
                     key = ppo.epoch_key(run_key, step, epoch)
-                    for part in ppo.minibatches(key, experience, mini, aggregation=c.aggregation):
-                        critic, m = update_critic(critic, part, critic_opt, hyper)
+                    for part in steps.minibatches(key, experience, mini):
+                        critic, m = steps.update_critic(critic, part, critic_opt, hyper)
                         critic_history.append(m)
                         if step > critic_warmup:
-                            actor, m = update_actor(actor, part, actor_opt, hyper)
+                            actor, m = steps.update_actor(actor, part, actor_opt, hyper)
                             actor_history.append(m)
                         bar(mini)
                 metrics["kl/coef"] = kl_state.coef

@@ -20,13 +20,12 @@ from jaxrlhf.trainers.ppo import LOSS_KL_KINDS
 
 # What a resumed run may change; everything else must be as it was.
 CHANGEABLE = ("total_epochs", "total_steps", "save_freq", "test_freq", "keep_checkpoints")
-NORMED = "seq_mean_token_sum_norm"  # needs a constant that no setting gives
 CHOICES = {
     "model.compute_dtype": ("float32", "bfloat16"),
     "model.remat": tuple(REMAT),
     "data.overlong_prompts": OVERLONG,
     "reward.on_error": ("raise", "skip"),
-    "ppo.aggregation": tuple(mode for mode in AGGREGATIONS if mode != NORMED),
+    "ppo.aggregation": tuple(AGGREGATIONS),
     "kl.where": ("reward", "loss", "none"),
 }
 
@@ -179,7 +178,17 @@ def check_ppo(config: Settings) -> None:
             f"rollout.temperature={rollout.temperature} leaves nothing to learn from; "
             "training needs a positive temperature (validation is greedy by itself)."
         )
+    _check_aggregation(ppo)
     _check_coefficients(config, kl)
+
+
+def _check_aggregation(ppo: Settings) -> None:
+    mode, norm = ppo.aggregation, ppo.aggregation_norm
+    if (norm is None) == (mode == "seq_mean_token_sum_norm"):
+        raise ValueError(
+            f"ppo.aggregation={mode!r} with ppo.aggregation_norm={norm}: give the constant "
+            "together with seq_mean_token_sum_norm, and only then."
+        )
 
 
 def _check_coefficients(config: Settings, kl: Settings) -> None:
