@@ -32,7 +32,7 @@ def test_settings_remember_what_was_read(config):
     view = Settings(config)
     assert set(view.unread()) == set(flatten(config))
     assert view.ppo.gamma == config.ppo.gamma
-    assert view.total_steps == 50
+    assert view.total_steps == config.total_steps
     assert view.logging.writers == config.logging.writers
     assert set(flatten(config)) - set(view.unread()) == {
         "ppo.gamma", "total_steps", "logging.writers",
@@ -89,7 +89,8 @@ REFUSALS = [
     ({"data__overlong_prompts": "cut"}, "data.overlong_prompts='cut' is unknown here"),
     ({"reward__on_error": "ignore"}, "reward.on_error='ignore' is unknown here; use one of raise"),
     ({"ppo__aggregation": "mean"}, "ppo.aggregation='mean' is unknown here; use one of token_mean"),
-    ({"ppo__aggregation": "seq_mean_token_sum_norm"}, "is unknown here; use one of token_mean"),
+    ({"ppo__aggregation": "seq_mean_token_sum_norm"}, "give the constant together"),
+    ({"ppo__aggregation_norm": 8.0}, "and only then"),
     ({"kl__where": "rewards"}, "kl.where='rewards' is unknown here; use one of reward, loss, none"),
     ({"kl__estimator": "k4"}, "kl.estimator='k4' is unknown here; use one of k1, k2, k3, abs"),
     ({"kl__where": "loss"}, "kl.estimator='k1' is unknown here; use one of k3_st, k1_st, k2, k3."),
