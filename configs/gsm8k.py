@@ -72,7 +72,7 @@ def _tiny(config: ConfigDict) -> None:
     config.data.val_files = "data/val.parquet"
     config.data.max_prompt_length = 24
     config.total_epochs = 1_000
-    config.total_steps = 30
+    config.total_steps = 40
     config.save_freq = 10
     config.test_freq = 5
     config.rollout.n = 4
