@@ -14,41 +14,15 @@ from configs.gsm8k import get_config
 from experiments import monitor, pieces
 from experiments.errors import is_refusal
 from experiments.settings import Settings
-from jaxrlhf.data import tables, tokenizer, word_problems
 from jaxrlhf.data.prompts import PromptIterator
 from jaxrlhf.losses import adaptive_controller, fixed_controller, init_kl_state
 from jaxrlhf.models import hf
-from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.heads import init_critic
-from jaxrlhf.models.specs import init_params
 from jaxrlhf.optimizers import OptimizerHyper
 from jaxrlhf.rewards.scoring import Scores
 from jaxrlhf.rollout.sampling import step_key
 from jaxrlhf.trainers import ppo
 from jaxrlhf.trainers.update import init_train_state
-
-
-@pytest.fixture(scope="module")
-def workdir(tmp_path_factory):
-    """A run's directory with data, tokenizer and an untrained start model of one narrow layer."""
-    path = tmp_path_factory.mktemp("run")
-    for split, n in (("train", 12), ("val", 8)):
-        tables.write_table(
-            path / f"data/{split}.parquet", word_problems.generate(0, n, split=split)
-        )
-    words = tokenizer.build_word_tokenizer(word_problems.corpus(), path / "tokenizer")
-    model = ModelConfig(
-        family="llama", vocab_size=len(words), hidden_size=16, intermediate_size=16, num_layers=1,
-        num_heads=1, num_kv_heads=1, head_dim=16, rope_theta=1e4, norm_eps=1e-5,
-        tie_embeddings=True, max_positions=64, init_std=0.5,
-    )  # fmt: skip
-    params = init_params(jax.random.key(0), model)
-    generation = {"eos_token_id": [words.eos_token_id, 0], "temperature": 0.6}
-    hf.save(
-        path / "start_model", params, model, dtype=np.float32, source_dir=path / "tokenizer",
-        generation_config=generation,
-    )  # fmt: skip
-    return path
 
 
 @pytest.fixture
