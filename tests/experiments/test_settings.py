@@ -14,7 +14,9 @@ from experiments.settings import Settings, check_ppo, flatten, open_workdir, rec
 
 @pytest.fixture
 def config():
-    return get_config("tiny")
+    config = get_config("tiny")
+    config.kl.coef, config.actor.learning_rate, config.ppo.critic_warmup = 0.01, 3e-4, 0
+    return config
 
 
 def changed(config, **values):
