@@ -167,8 +167,8 @@ def test_a_workdir_is_made_locked_and_written(config, tmp_path, monkeypatch):
     assert path.name.startswith("gsm8k-tiny-20")
 
 
-def test_another_process_is_refused(config, tmp_path, repo_root):
-    path, lock = open_workdir(config, str(tmp_path), "x")
+def test_another_process_is_refused(tmp_path, repo_root):
+    path, lock = open_workdir(get_config("tiny"), str(tmp_path), "x")
     code = (
         "import sys; from configs.gsm8k import get_config; from experiments import settings; "
         "settings.open_workdir(get_config('tiny'), sys.argv[1], 'x')"
