@@ -16,7 +16,7 @@ _ESTIMATORS: dict[str, Callable[[jax.Array], jax.Array]] = {
     # Its gradient is 0, not 1, where both policies agree.
     "abs": lambda x: x * lax.stop_gradient(jnp.sign(x)),
 }
-KL_KINDS: tuple[str, ...] = (*_ESTIMATORS, "k1_st", "k3_st")
+KL_KINDS: tuple[str, ...] = (*_ESTIMATORS, *(f"{kind}_st" for kind in _ESTIMATORS))
 
 
 def kl_estimate(
@@ -25,19 +25,23 @@ def kl_estimate(
     *,
     kind: str = "k1",
     clip: float | jax.Array | None = 20.0,
+    estimate_clip: float | jax.Array | None = None,
     mask: jax.Array | None = None,
 ) -> jax.Array:
     """Estimate KL(policy, reference) on each token that the policy sampled, in nats.
 
     With x = clip(log_probs - ref_log_probs, -clip, clip):
     k1 = x;  k2 = x^2 / 2;  k3 = e^-x - 1 + x;  abs = |x|;
-    k1_st and k3_st have the value of k1 and k3 and the gradient of k2 (straight-through).
+    k1_st, k2_st, k3_st and abs_st have the value of k1, k2, k3 and abs and the gradient of k2
+    (straight-through). ``estimate_clip`` then bounds the value: the gradient of a plain form is 0
+    beyond it, that of a straight-through form stays.
 
     Args:
       log_probs: float[..., T], of the policy, at the temperature of sampling.
       ref_log_probs: float[..., T], of the reference at the same temperature; not differentiated.
-      kind: one of the six above.
+      kind: one of the eight above.
       clip: bound of the log-ratio (may be traced); outside it the gradient is 0. None: no bound.
+      estimate_clip: bound of the estimate itself, in nats (may be traced). None: no bound.
       mask: bool[..., T]; outside it the inputs are ignored and the result is 0. None: no mask.
 
     Returns:
@@ -51,12 +55,14 @@ def kl_estimate(
     References: http://joschu.net/blog/kl-approx.html. In a *reward* use k1. In a *loss* use k3_st:
     its expected gradient is the reverse KL's, plain k3 (GRPO, arXiv:2402.03300) has the forward
     KL's, and k1's is 0. verl bounds k3's log-ratio by 20 and then k3 by 10, OpenRLHF every estimate
-    by 10, TRL nothing.
+    by 10 (neither bounds a straight-through gradient: ``clip=None``), TRL nothing.
     """
     if kind not in KL_KINDS:
         raise ValueError(f"kind {kind!r} is unknown: choose one of {', '.join(KL_KINDS)}.")
     log_ratio = log_ratio_between(log_probs, ref_log_probs, clip=clip, mask=mask)
     estimate = _ESTIMATORS[kind.removesuffix("_st")](log_ratio)
+    if estimate_clip is not None:
+        estimate = jnp.clip(estimate, -estimate_clip, estimate_clip)
     if kind.endswith("_st"):
         carrier = _ESTIMATORS["k2"](log_ratio)
         estimate = lax.stop_gradient(estimate) + (carrier - lax.stop_gradient(carrier))
@@ -142,8 +148,9 @@ def token_rewards(
         coefficient without KL.
       TypeError: the mask is not boolean.
 
-    References: arXiv:1909.08593. TRL's PPO is ``one_past_end``; verl and OpenRLHF put the score on
-    the last attended token, which is not an action when a row ends with a tool's output.
+    References: arXiv:1909.08593. TRL's PPO is ``one_past_end``; OpenRLHF uses the last set bit of
+    the mask as here (and the last column in a row without one); verl puts the score on the last
+    attended token, which is not an action when a row ends with a tool's output.
     """
     if placement not in ("last_action", "one_past_end"):
         raise ValueError(f"placement is {placement!r}: choose 'last_action' or 'one_past_end'.")

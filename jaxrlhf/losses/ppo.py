@@ -47,8 +47,8 @@ def clipped_surrogate(
       TypeError, ValueError: see `zero_outside`.
 
     References: PPO arXiv:1707.06347; two bounds arXiv:2503.14476 (DAPO); dual clip
-    arXiv:1912.09729. verl has the dual clip on with c = 3 and the same log-ratio bound; TRL and
-    OpenRLHF have no bound of the log-ratio.
+    arXiv:1912.09729. verl has the dual clip on with c = 3; verl and OpenRLHF have the same
+    log-ratio bound, TRL has none.
     """
     advantages = lax.stop_gradient(zero_outside(mask, advantages))
     ratios = jnp.exp(log_ratio_between(log_probs, old_log_probs, clip=log_ratio_clip, mask=mask))

@@ -1,23 +1,15 @@
 """Our losses against the numbers of verl, TRL and OpenRLHF in third_party/goldens.
 
-A golden case is checked here by a function of CHECKS, or its family stands in NOT_YET (we have no
-such function yet), in NOT_PLANNED (we will have none), or in DIFFERENT (no keyword of ours gives
-that number, and why). `test_no_golden_is_forgotten` fails otherwise. What the peers do differently
+A golden case is checked by a function registered in the account of one test file: here, in
+test_goldens_policy.py or in test_goldens_preference.py; or a table there says why not (see
+`goldens.Account`). `test_no_golden_is_forgotten` fails otherwise. What the peers do differently
 and a keyword argument expresses is in the call that each check makes.
-
-Norm-relative 1e-5 for values and gradients; extreme inputs, whose largest element would hide the
-rest, element by element. Peers compute in bfloat16 what we compute in float32: 3 % there, and 5 %
-of the tokens may fall on the other side of a clip bound (1e-5 where peers go up to float32 first).
-Logits to 150: 3e-5, as the peers' entropy is a difference of numbers of that size.
 """
 
-import collections
 import functools
 import importlib.util
 import json
-import math
 import pathlib
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -26,101 +18,30 @@ import pytest
 
 from jaxrlhf import losses
 
-ROOT = pathlib.Path(__file__).parents[2] / "third_party" / "goldens"
-spec = importlib.util.spec_from_file_location("golden_inputs", ROOT / "inputs.py")
-golden_inputs = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(golden_inputs)
 
-FILES = {name: json.loads((ROOT / name).read_text()) for name in (
-    "verl.json", "trl.json", "trl_ppo.json", "openrlhf.json"
-)}  # fmt: skip
-CASES = {name: case for file in FILES.values() for name, case in file["cases"].items()}
-
-Arrays = dict[str, jax.Array]
-Case = dict[str, object]
+def _load(file: str):
+    path = pathlib.Path(__file__).with_name(file)
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
-def family(name: str) -> str:
-    return name.rsplit("/", 1)[0]
+goldens = _load("goldens.py")
+CASES, FILES = goldens.CASES, goldens.FILES
+Arrays, Case = goldens.Arrays, goldens.Case
+assert_case, assert_close = goldens.assert_case, goldens.assert_close
+value_and_grads, family, MODES = goldens.value_and_grads, goldens.family, goldens.MODES
 
-
-@functools.cache
-def _arrays(key: str) -> dict[str, np.ndarray]:
-    return golden_inputs.make(json.loads(key))
-
-
-def arrays_of(case: Case) -> Arrays:
-    arrays = _arrays(golden_inputs.key_of(case["inputs"]))
-    low = case["inputs"].get("bfloat16", False)
-    return {
-        name: jnp.asarray(x, jnp.bfloat16 if low and x.dtype == np.float32 else x.dtype)
-        for name, x in arrays.items()
-    }
-
-
-def value_and_grads(
-    loss: Callable[[Arrays], jax.Array], leaves: Arrays, cotangent: jax.Array | None = None
-) -> tuple:
-    """Our value and the gradients of its sum, or of sum(value * cotangent)."""
-
-    def scalar(z):
-        value = loss(z)
-        weighted = value if cotangent is None else value * cotangent.astype(jnp.float32)
-        return jnp.sum(weighted), value
-
-    (_, value), grads = jax.value_and_grad(scalar, has_aux=True)(leaves)
-    return value, grads
-
-
-def assert_close(ours, theirs, case: Case, what: str, *, upcast: bool = False) -> None:
-    ours, theirs = np.asarray(ours, np.float64), np.asarray(theirs, np.float64)
-    assert ours.shape == theirs.shape, f"{what}: {ours.shape}, golden {theirs.shape}"
-    if case["inputs"].get("extreme"):
-        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6, err_msg=what)
-        return
-    if case["inputs"].get("bfloat16") and not upcast:
-        wrong = np.abs(ours - theirs) > 0.03 * np.max(np.abs(theirs))
-        assert np.mean(wrong) <= 0.05, f"{what}: {np.mean(wrong):.0%} of the elements differ"
-        return
-    steep = case["inputs"].get("scale") == 40.0
-    tolerance, floor = (3e-5, 2e-5) if steep else (1e-5, 1e-6)
-    error, norm = np.linalg.norm(ours - theirs), np.linalg.norm(theirs)
-    assert error <= max(tolerance * norm, floor), f"{what}: {error:.3g} off a norm of {norm:.3g}"
-
-
-def assert_case(case: Case, value, grads: Arrays | None = None, *, upcast: bool = False) -> None:
-    """Compare with all that the case holds."""
-    theirs = case["value"]
-    if isinstance(theirs, dict):
-        for name, ours in value.items():
-            assert_close(ours, theirs[name], case, name, upcast=upcast)
-    else:
-        assert_close(value, theirs, case, "value", upcast=upcast)
-    for name, theirs in case.get("grads", {}).items():
-        assert_close(grads[name], theirs, case, f"gradient by {name}", upcast=upcast)
-
-
-MODES = {
-    "token-mean": "token_mean",
-    "token-sum": "token_sum",
-    "seq-mean-token-sum": "seq_mean_token_sum",
-    "seq-mean-token-mean": "seq_mean_token_mean",
-    "seq-mean-token-sum-norm": "seq_mean_token_sum_norm",
+# Cases (or families) whose function we have and whose number no keyword of ours gives.
+DIFFERENT = {
+    "openrlhf/kl/k1_unbiased_weighted": "the gradient is weighted by the ratio to old log-probs",
+    "openrlhf/kl/k2_unbiased_weighted": "the gradient is weighted by the ratio to old log-probs",
+    "openrlhf/kl/k3_unbiased_weighted": "the gradient is weighted by the ratio to old log-probs",
 }
 
-CHECKS: dict[str, Callable[[str, Case, Arrays], None]] = {}
-
-
-def checks(*families: str):
-    """Say which families of golden cases a function checks."""
-
-    def register(function):
-        for name in families:
-            assert name not in CHECKS, name
-            CHECKS[name] = function
-        return function
-
-    return register
+ACCOUNT = goldens.Account(different=DIFFERENT)
+checks = ACCOUNT.check
 
 
 # --- masked statistics, aggregation -------------------------------------------------------------
@@ -391,19 +312,22 @@ def check_openrlhf_gae(name: str, case: Case, x: Arrays) -> None:
 
 VERL_KINDS = {
     "kl": "k1", "k1": "k1", "abs": "abs", "mse": "k2", "k2": "k2", "k2+": "k2",
-    "low_var_kl": "k3", "k3": "k3", "k1+": "k1_st", "k3+": "k3_st",
+    "low_var_kl": "k3", "k3": "k3", "k1+": "k1_st", "k3+": "k3_st", "abs+": "abs_st",
 }  # fmt: skip
 
 
 @checks(*(f"verl/kl/{kind}" for kind in VERL_KINDS))
 def check_verl_kl(name: str, case: Case, x: Arrays) -> None:
-    """verl bounds the log-ratio for k3 alone."""
+    """verl bounds log-ratio and value for k3 alone, and no straight-through gradient."""
     kind = VERL_KINDS[case["arguments"]["kl_penalty"]]
     clip = 20.0 if kind == "k3" else None
+    bound = 10.0 if kind.startswith("k3") else None
     assert_case(
         case,
         *value_and_grads(
-            lambda z: losses.kl_estimate(z["log_probs"], x["ref_log_probs"], kind=kind, clip=clip),
+            lambda z: losses.kl_estimate(
+                z["log_probs"], x["ref_log_probs"], kind=kind, clip=clip, estimate_clip=bound
+            ),
             {"log_probs": x["log_probs"]},
         ),
     )
@@ -414,14 +338,16 @@ def check_verl_kl(name: str, case: Case, x: Arrays) -> None:
     *(f"openrlhf/kl/{kind}_unbiased" for kind in ("k1", "k2", "k3")),
 )
 def check_openrlhf_kl(name: str, case: Case, x: Arrays) -> None:
-    """OpenRLHF bounds the estimate by 10: of k1 that is the log-ratio, of k2 sqrt(20) of it."""
+    """OpenRLHF bounds every estimate by 10, and no straight-through gradient."""
     kind, variant = family(name).rsplit("/", 1)[1].split("_")
-    clip = {"k1": 10.0, "k2": math.sqrt(20.0), "k3": 20.0}[kind]
-    kind = kind if variant == "plain" or kind == "k2" else f"{kind}_st"
+    kind = kind if variant == "plain" else f"{kind}_st"
+    clip = 20.0 if kind == "k3" else None
     assert_case(
         case,
         *value_and_grads(
-            lambda z: losses.kl_estimate(z["log_probs"], x["ref_log_probs"], kind=kind, clip=clip),
+            lambda z: losses.kl_estimate(
+                z["log_probs"], x["ref_log_probs"], kind=kind, clip=clip, estimate_clip=10.0
+            ),
             {"log_probs": x["log_probs"]},
         ),
         upcast=True,
@@ -699,192 +625,33 @@ def check_trl_ppo_step(name: str, case: Case, x: Arrays) -> None:
     assert_close(jnp.mean(k2), case["metrics"]["approxkl"], case, "approxkl")
 
 
-# --- what is not checked ------------------------------------------------------------------------
-
-# Families for which jaxrlhf.losses has no function yet. Take one out when its check is written.
-NOT_YET = {
-    # advantages
-    *(
-        f"verl/advantages/{name}"
-        for name in (
-            "grpo", "dr_grpo", "grpo_vectorized", "rloo", "rloo_vectorized", "opo", "gpg", "gdpo",
-            "grpo_passk", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax",
-        )
-    ),
-    *(
-        f"trl/advantages/{name}"
-        for name in (
-            "grpo_group", "grpo_batch", "grpo_none", "grpo_parts", "gdpo", "gdpo_equal", "rloo",
-            "rloo_normalized", "rloo_kl", "rloo_clipped", "grpo_unscored_row", "rloo_unscored_row",
-            "grpo_group_of_one",
-        )
-    ),
-    *(
-        f"openrlhf/advantages/{name}"
-        for name in (
-            "cumulative_returns", "reinforce", "rloo", "reinforce_baseline", "dr_grpo",
-            "group_norm", "flash_reinforce",
-        )
-    ),
-    # policy losses
-    *(
-        f"verl/policy/{name}"
-        for name in (
-            "dppo_tv", "dppo_kl", "gspo", "sapo", "gpg", "geo_mean", "cispo", "reinforce",
-            "bypass_mode",
-        )
-    ),
-    *(
-        f"trl/policy/{name}"
-        for name in (
-            "cispo", "sapo", "sapo_temperatures", "gspo", "gspo_token", "gmpo", "rloo",
-            "grpo_off_policy_mask",
-        )
-    ),
-    "openrlhf/policy/gspo",
-    # correction between sampler and trainer
-    *(f"verl/off_policy/{name}" for name in ("weights", "rejection", "metrics")),
-    *(
-        f"trl/off_policy/{level}_{mode}"
-        for level in ("token", "sequence")
-        for mode in ("truncate", "mask")
-    ),
-    *(
-        f"openrlhf/policy/correction_{name}"
-        for name in (
-            "token_mask_ratio", "token_clip_ratio", "seq_mask_ratio", "token_mask_binary_kl",
-            "seq_mask_binary_kl", "token_mask_tv", "seq_mask_tv",
-        )
-    ),
-    # preferences
-    *(
-        f"openrlhf/preference/{name}"
-        for name in (
-            "PairWiseLoss", "PairWiseLoss_margin", "LogExpLoss", "dpo_sigmoid", "dpo_smoothed",
-            "dpo_ipo",
-        )
-    ),
-    *(
-        f"trl/preference/{name}"
-        for name in (
-            "bradley_terry", "bradley_terry_margin", "bradley_terry_centred",
-            "bradley_terry_centred_margin", "dpo_sigmoid", "dpo_sigmoid_beta_1",
-            "dpo_sigmoid_norm", "dpo_hinge", "dpo_ipo", "dpo_robust", "dpo_sft", "kto",
-            "kto_weights", "kto_all_desirable", "cpo_sigmoid", "cpo_smoothed", "cpo_hinge",
-            "cpo_ipo", "cpo_full", "simpo", "simpo_smoothed", "cpo_simpo_full",
-            "orpo_odds_ratio", "orpo_full",
-        )
-    ),
-    # supervised, distillation, rewards, metrics
-    "trl/sft/label_smoothing",
-    *(
-        f"trl/distill/jsd_{beta}_temperature_{temperature}"
-        for beta in (0.0, 0.1, 0.5, 0.9, 1.0)
-        for temperature in (1.0, 0.7)
-    ),
-    *(
-        f"trl/distill/hidden_{beta}_{name}"
-        for beta in (0.0, 0.5, 1.0)
-        for name in ("plain", "temperature", "softcap")
-    ),
-    "verl/overlong/dapo",
-    "openrlhf/overlong/dapo",
-    "trl/overlong/soft",
-    "verl/metrics/majority",
-}  # fmt: skip
-
-# Families that peers have and issue B does not ask for.
-NOT_PLANNED = {
-    "verl/advantages/optimal_token_baseline": "token baselines",
-    "verl/advantages/tir_optimal_token_baseline": "token baselines",
-    "verl/log_probs/sum_pi_squared": "token baselines",
-    "verl/policy/dro": "quadratic penalty of the log-ratio",
-    "verl/distill/forward_kl_topk": "KL over the teacher's top tokens, not renormalised",
-    "trl/policy/vespo": "gamma-weighted sequence ratio",
-    "trl/policy/luspo": "gspo summed over tokens",
-    "trl/policy/grpo_top_entropy": "picks tokens by a quantile of the micro-batch",
-    "trl/preference/dpo_exo_pair": "",
-    "trl/preference/dpo_nca_pair": "",
-    "trl/preference/dpo_bco_pair": "",
-    "trl/preference/bco": "",
-    "trl/preference/dpo_sppo_hard": "",
-    "trl/preference/dpo_aot": "sorts over the micro-batch",
-    "trl/preference/dpo_aot_unpaired": "sorts over the micro-batch",
-    "trl/preference/dpo_apo_zero": "",
-    "trl/preference/apo_zero_unpaired": "",
-    "trl/preference/dpo_apo_down": "",
-    "trl/preference/dpo_discopop": "",
-    "trl/preference/dpo_forward_kl": "",
-    "trl/preference/dpo_js_divergence": "",
-    "trl/preference/dpo_alpha_divergence": "",
-    "trl/preference/dpo_weighted": "",
-    "trl/preference/dpo_length_desensitised": "",
-    "trl/preference/alpha_po": "",
-    "trl/sft/dft": "",
-    "trl/sft/dft_items": "",
-    "openrlhf/overlong/stop_properly_0.3": "an arithmetic of scores by finish reason",
-    "openrlhf/overlong/stop_properly_-0.5": "an arithmetic of scores by finish reason",
-}
-
-# Cases (or families) whose function we have and whose number no keyword of ours gives.
-DIFFERENT = {
-    "verl/kl/k3/extreme": "verl also bounds k3 itself by 10",
-    "verl/kl/low_var_kl/extreme": "verl also bounds k3 itself by 10",
-    "verl/kl/k3+/extreme": "verl also bounds k3's value by 10, and k2's gradient by nothing",
-    "verl/kl/abs+": "we have no straight-through form of abs",
-    "openrlhf/kl/k3_plain/extreme": "OpenRLHF bounds k3 itself by 10",
-    "openrlhf/kl/k1_unbiased/extreme": "the value is bounded by 10, k2's gradient by nothing",
-    "openrlhf/kl/k2_unbiased/extreme": "the value is bounded by 10, k2's gradient by nothing",
-    "openrlhf/kl/k3_unbiased/extreme": "the value is bounded by 10, k2's gradient by nothing",
-    "openrlhf/kl/k1_unbiased_weighted": "the gradient is weighted by the ratio to old log-probs",
-    "openrlhf/kl/k2_unbiased_weighted": "the gradient is weighted by the ratio to old log-probs",
-    "openrlhf/kl/k3_unbiased_weighted": "the gradient is weighted by the ratio to old log-probs",
-    "openrlhf/policy/gspo/rollout_as_old": "the ratio is to the rollout's log-probs: pass those",
-}
+# --- every case is accounted for ------------------------------------------------------------------
 
 
-def places_of(name: str) -> list[str]:
-    """Where a case is accounted for; a case in DIFFERENT is taken out of its family's check."""
-    if name in DIFFERENT or family(name) in DIFFERENT:
-        return ["DIFFERENT"]
-    tables = {"CHECKS": CHECKS, "NOT_YET": NOT_YET, "NOT_PLANNED": NOT_PLANNED}
-    return [label for label, table in tables.items() if family(name) in table]
-
-
-CHECKED = collections.defaultdict(list)
-for _name in CASES:
-    if places_of(_name) == ["CHECKS"]:
-        CHECKED[family(_name)].append(_name)
-
-
-@pytest.mark.parametrize("golden_family", sorted(CHECKED))
+@pytest.mark.parametrize("golden_family", ACCOUNT.families())
 def test_golden(golden_family):
-    for name in CHECKED[golden_family]:
-        CHECKS[golden_family](name, CASES[name], arrays_of(CASES[name]))
+    ACCOUNT.run_family(golden_family)
 
 
-@pytest.mark.parametrize("name", sorted(n for n in DIFFERENT if family(n) in CHECKS))
+@pytest.mark.parametrize("name", ACCOUNT.differences())
 def test_a_difference_is_still_one(name):
-    """Take a case out of DIFFERENT when a keyword argument comes to express it."""
-    with pytest.raises(AssertionError):
-        CHECKS[family(name)](name, CASES[name], arrays_of(CASES[name]))
+    ACCOUNT.run_difference(name)
 
 
 def test_no_golden_is_forgotten():
-    wrong = {name: places_of(name) for name in CASES if len(places_of(name)) != 1}
-    assert not wrong, f"check each of these, or list it in one table: {wrong}"
-    known = set(CASES) | {family(name) for name in CASES}
-    for label, table in {
-        "CHECKS": CHECKS, "NOT_YET": NOT_YET, "NOT_PLANNED": NOT_PLANNED, "DIFFERENT": DIFFERENT,
-    }.items():  # fmt: skip
-        stale = set(table) - known
-        assert not stale, f"{label} names what no golden file holds: {sorted(stale)}"
+    others = [_load(f"test_goldens_{side}.py").ACCOUNT for side in ("policy", "preference")]
+    accounts = [ACCOUNT, *others]
+    places = {name: [p for a in accounts for p in a.places_of(name)] for name in CASES}
+    wrong = {name: found for name, found in places.items() if len(found) != 1}
+    assert not wrong, f"check each of these, or list it in one table of one file: {wrong}"
+    stale = [name for a in accounts for name in sorted(a.stale())]
+    assert not stale, f"no golden file holds: {stale}"
 
 
 @pytest.mark.parametrize("file", sorted(FILES))
 def test_inputs_are_those_of_the_goldens(file):
     for key, expected in FILES[file]["inputs_sha256"].items():
-        assert golden_inputs.digest(json.loads(key)) == expected, key
+        assert goldens.golden_inputs.digest(json.loads(key)) == expected, key
 
 
 def test_a_wrong_number_is_noticed():
@@ -892,4 +659,4 @@ def test_a_wrong_number_is_noticed():
     case = json.loads(json.dumps(CASES[name]))
     case["grads"]["log_probs"][0][0] += 1e-4
     with pytest.raises(AssertionError, match="gradient by log_probs"):
-        CHECKS[family(name)](name, case, arrays_of(case))
+        ACCOUNT.checks[family(name)](name, case, goldens.arrays_of(case))

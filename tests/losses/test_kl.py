@@ -17,7 +17,9 @@ GOLDEN = {
     "k3": [0.193147, 1.613706, 0],
     "abs": [0.693147, 1.386294, 0],
     "k1_st": [0.693147, -1.386294, 0],
+    "k2_st": [0.240227, 0.960906, 0],
     "k3_st": [0.193147, 1.613706, 0],
+    "abs_st": [0.693147, 1.386294, 0],
 }
 X = LOG_PROBS - REF_LOG_PROBS
 GRADIENTS = {
@@ -25,9 +27,7 @@ GRADIENTS = {
     "k2": X,
     "k3": 1 - np.exp(-X),
     "abs": np.sign(X),
-    "k1_st": X,
-    "k3_st": X,
-}
+} | dict.fromkeys(("k1_st", "k2_st", "k3_st", "abs_st"), X)
 
 
 @functools.cache
@@ -54,12 +54,25 @@ def test_extreme_log_ratios_are_bounded(kind):
     log_probs = np.array([-30.0, 0, -1e3, 0, -np.inf, 0.0], np.float32)
     ref_log_probs = np.array([0.0, -30, 0, -1e3, 0, -np.inf], np.float32)
     (gradient, _), values = estimate_and_gradients(kind)(log_probs, ref_log_probs)
-    bound = {"k1": 20, "k1_st": 20, "abs": 20, "k2": 200}.get(kind, np.exp(20) - 21)
+    bound = {"k1": 20, "abs": 20, "k2": 200, "k3": np.exp(20) - 21}[kind.removesuffix("_st")]
     assert np.isfinite(values).all()
     assert (np.abs(values) <= bound * 1.0001).all()
     np.testing.assert_array_equal(gradient, np.zeros(6))
     (alive, _), _ = estimate_and_gradients(kind)(log_probs[:1] + 10.5, ref_log_probs[:1])
     assert alive[0] != 0
+
+
+def test_bound_of_the_estimate():
+    """Beyond it a plain form has no gradient; a straight-through form keeps k2's."""
+    far, near = np.array([-30.0], np.float32), np.array([-1.0], np.float32)
+    for kind in KL_KINDS:
+        bounded = estimate_and_gradients(kind, clip=25.0, estimate_clip=10.0)
+        (gradient, _), values = bounded(far + 10, np.zeros(1, np.float32))
+        assert abs(values[0]) == 10
+        assert gradient[0] == (far[0] + 10 if kind.endswith("_st") else 0)
+        plain = estimate_and_gradients(kind)(near, np.zeros(1, np.float32))
+        found = bounded(near, np.zeros(1, np.float32))
+        np.testing.assert_allclose(jax.tree.leaves(found), jax.tree.leaves(plain), rtol=1e-6)
 
 
 def test_log_ratio_of_minus_30_without_bound():
