@@ -291,7 +291,8 @@ def make_writers(config: Settings, workdir: pathlib.Path, steps: int) -> Writers
             f"logging.writers names {sorted(unknown)}; choose from {', '.join(others)}."
         )
     made = [others[name]() for name in c.writers if name != "jsonl"]
-    return Writers(JsonlWriter(workdir / "metrics.jsonl"), made)
+    jsonl = JsonlWriter(workdir / "metrics.jsonl", report=print)
+    return Writers(jsonl, made, report=print)
 
 
 def check_start(
