@@ -187,7 +187,7 @@ def last_action(mask: jax.Array, segment_ids: jax.Array | None = None) -> jax.Ar
     Raises:
       ValueError: the shapes differ.
     """
-    slots = _sequence_slots(mask, segment_ids)
+    slots = sequence_slots(mask, segment_ids)
     axis, length = mask.ndim - 1, mask.shape[-1]
     indices = lax.broadcasted_iota(jnp.int32, mask.shape, axis)
     following = lax.cummin(jnp.where(mask, indices, length), axis=axis, reverse=True)
@@ -210,7 +210,7 @@ def one_past_end(mask: jax.Array) -> jax.Array:
     return jnp.where(last[..., -1:], last, shifted)
 
 
-def _sequence_slots(mask: jax.Array, segment_ids: jax.Array | None) -> jax.Array:
+def sequence_slots(mask: jax.Array, segment_ids: jax.Array | None) -> jax.Array:
     """Number the sequences of each row from 0, i32[..., T]: one starts where the id changes."""
     if segment_ids is None:
         return jnp.zeros_like(mask, jnp.int32)
@@ -225,7 +225,7 @@ def _sequence_counts(mask: jax.Array, segment_ids: jax.Array | None) -> tuple[ja
     if segment_ids is None:
         counts = jnp.sum(mask, axis=-1, keepdims=True, dtype=jnp.int32)
         return jnp.broadcast_to(counts, mask.shape), jnp.sum(counts > 0)
-    slots = _sequence_slots(mask, segment_ids).reshape(-1, mask.shape[-1])
+    slots = sequence_slots(mask, segment_ids).reshape(-1, mask.shape[-1])
     ones = mask.reshape(slots.shape).astype(jnp.int32)
     counts = jax.vmap(lambda row, slot: jnp.zeros_like(row).at[slot].add(row))(ones, slots)
     spread = jnp.take_along_axis(counts, slots, axis=1)

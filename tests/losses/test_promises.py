@@ -74,6 +74,34 @@ CASES: dict[str, Case] = {
     "token_rewards": Case(_rewards, 2, 0),
     "cross_entropy": Case(_cross_entropy, 2, 2),
 }
+
+
+def _off_policy(log_probs, sampler_log_probs, mask, level="token"):
+    pair = (log_probs, sampler_log_probs, mask)
+    weights = losses.importance_weights(*pair, level=level)
+    bounded = losses.truncate_weights(weights, mask, high=1.5)
+    icepop = losses.normalize_weights(losses.mask_weights(weights, mask, low=0.7), mask)
+    kept = losses.rejection_mask(*pair, statistic="sequence_mean", high=0.05)
+    return bounded, icepop, 1.0 * kept, losses.effective_sample_size(weights, mask)
+
+
+CASES |= {
+    "reinforce": Case(_with_mask(losses.reinforce), 2, 1),
+    "gspo": Case(_with_mask(losses.gspo, clip_low=0.1, clip_high=0.1), 3, 1),
+    "gspo/sum": Case(_with_mask(losses.gspo, level="sum", clip_high=0.5), 3, 1),
+    "gspo/token": Case(
+        _with_mask(losses.gspo, per_token_gradient=True, clip_low=0.1, clip_high=0.1), 3, 1
+    ),
+    "gmpo": Case(_with_mask(losses.gmpo), 3, 1),
+    "cispo": Case(_with_mask(losses.cispo), 3, 1),
+    "sapo": Case(_with_mask(losses.sapo), 3, 1),
+    "dppo/tv": Case(_with_mask(losses.dppo), 3, 1),
+    "dppo/kl": Case(_with_mask(losses.dppo, divergence="kl"), 3, 1),
+    "entropy_bonus": Case(_with_mask(losses.entropy_bonus, coef=0.1), 1, 1),
+    "discounted_returns": Case(functools.partial(losses.discounted_returns, gamma=0.9), 1, 0),
+    "off_policy": Case(_off_policy, 2, 0),
+    "off_policy/sequence": Case(functools.partial(_off_policy, level="sequence"), 2, 0),
+}
 CASES |= {
     f"kl_estimate/{kind}": Case(_with_mask(losses.kl_estimate, kind=kind), 2, 1)
     for kind in KL_KINDS
