@@ -38,6 +38,8 @@ NANO = {
     "ppo.critic_warmup": 0,
     "actor.learning_rate": 3e-4,
     "kl.coef": 0.01,
+    "data.max_prompt_length": 21,
+    "rollout.max_response_length": 11,  # 32 tokens in all: every batch has one shape
     "rollout.n": 2,
     "rollout.batch_size": 8,
     "total_steps": 6,

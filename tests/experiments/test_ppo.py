@@ -157,6 +157,7 @@ def test_a_flipped_byte_costs_one_checkpoint(new_run, unbroken):
     said = r"Checkpoint 00000006 is damaged \(state/\S+ has another sha256 than its manifest says\)"
     assert re.search(said + ": 00000005 is used instead", output)
     assert RESUMED.format(5) in output
+    assert "metrics.jsonl: 1 lines after step 5 removed." in output
 
 
 @pytest.mark.slow

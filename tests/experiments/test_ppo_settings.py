@@ -137,6 +137,17 @@ def test_a_scorer_that_fails_ends_the_run_in_a_sentence(new_run, recipe, base):
 
 
 @pytest.mark.slow
+def test_a_scorer_that_fails_can_be_counted_instead(new_run, recipe, base):
+    run, changes = new_run("counted"), {"reward.on_error": "skip", "total_steps": 1}
+    output = run.finish(changes, recipe=recipe("failing"), base=base)
+    assert "unscored: Scorer a_users_scorers.failing failed: KeyError" in output
+    before, first = run.lines()
+    assert before["val/unscored_fraction"] == first["reward/unscored_fraction"] == 1
+    assert first["policy/grad_norm"] == first["value/grad_norm"] == 0
+    assert all(row["score"] is None for row in run.rollouts())
+
+
+@pytest.mark.slow
 def test_updates_that_are_not_finite_end_the_run_in_a_sentence(new_run, recipe, base):
     run = new_run("huge")
     output = run.finish(recipe=recipe("huge"), base=base, code=1)
