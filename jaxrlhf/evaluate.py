@@ -21,9 +21,7 @@ class Validation(NamedTuple):
 
 def responses_text(rollout: Rollout, decode: Callable[[list[int]], str]) -> list[str]:
     """The text of each row's response, from the ids that were sampled, up to where it ended."""
-    tokens, starts, ends = jax.device_get(
-        (rollout.tokens, rollout.prompt_lengths, rollout.lengths)
-    )
+    tokens, starts, ends = jax.device_get((rollout.tokens, rollout.prompt_lengths, rollout.lengths))
     return [decode(row[a:b].tolist()) for row, a, b in zip(tokens, starts, ends, strict=True)]
 
 

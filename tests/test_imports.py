@@ -69,7 +69,7 @@ def test_import_directions(path):
 
 
 def test_rewards_model_is_the_only_exception_and_stays_named():
-    """`rewards.model` may read models; nothing else in rewards may (it comes with reward models)."""
+    """`rewards.model` may read models; nothing else in rewards may."""
     for path in (PACKAGE / "rewards").rglob("*.py"):
         if path.name != "model.py":
             assert not any(n.startswith("jaxrlhf.models") for n in _imports(path))
