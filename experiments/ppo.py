@@ -119,7 +119,8 @@ def main(argv: list[str]) -> None:
                 if kl.where == "loss":
                     hyper = dataclasses.replace(hyper, kl_loss_coef=kl_state.coef)
                 actor_history, critic_history = [], []
-                for epoch in range(ppo_epochs):
+                learns = bool(scores.scored.any())  # else decay and momentum alone would act
+                for epoch in range(ppo_epochs if learns else 0):
                     key = ppo.epoch_key(run_key, step, epoch)
                     for part in steps.minibatches(key, experience, mini):
                         critic, m = steps.update_critic(critic, part, critic_opt, hyper)
@@ -129,7 +130,8 @@ def main(argv: list[str]) -> None:
                             actor_history.append(m)
                         bar(mini)
                 metrics["kl/coef"] = kl_state.coef
-                kl_state = control(kl_state, metrics["kl/k1_token_mean"], batch_rows)
+                if learns:
+                    kl_state = control(kl_state, metrics["kl/k1_token_mean"], batch_rows)
                 metrics |= summarize(critic_history) | summarize(actor_history)
             if step == total_steps or (test_freq and step % test_freq == 0):
                 with phases("validate"):
