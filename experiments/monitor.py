@@ -44,6 +44,12 @@ class StopRequest:
         if self.signum is not None:
             raise Interrupted
 
+    def exit_if_requested(self, message: str) -> None:
+        """Where a stop was requested: prints the message, ends the process as its signal would."""
+        if self.signum is not None:
+            print(message)
+            sys.exit(128 + self.signum)
+
     def checked(self, bar: Any) -> Callable[[int, int, int], None]:
         """The sampler's ``on_progress``: moves the bar's rows, and checks."""
 

@@ -11,8 +11,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from configs.gsm8k import get_config
-from experiments import monitor, pieces
-from experiments.errors import is_refusal
+from experiments import inputs, monitor, outputs, ppo_steps
+from experiments.cli import is_refusal
 from experiments.settings import Settings
 from jaxrlhf.data.prompts import PromptIterator
 from jaxrlhf.losses import adaptive_controller, fixed_controller, init_kl_state
@@ -44,7 +44,7 @@ def view(config):
 
 @pytest.fixture(scope="module")
 def model(workdir):
-    return pieces.load_model(Settings(get_config("tiny")), workdir)
+    return inputs.load_model(Settings(get_config("tiny")), workdir)
 
 
 def refused(call, *args):
@@ -60,7 +60,7 @@ def refused(call, *args):
 
 
 def test_a_model_comes_with_what_belongs_to_it(workdir, capsys):
-    model = pieces.load_model(Settings(get_config("tiny")), workdir)
+    model = inputs.load_model(Settings(get_config("tiny")), workdir)
     out = capsys.readouterr().out
     assert "these settings are not used: {'temperature': 0.6}" in out
     assert "rows end at ['<|pad|>', '<|end|>'] (ids [0, 1])" in out
@@ -73,12 +73,12 @@ def test_a_model_comes_with_what_belongs_to_it(workdir, capsys):
 def test_a_model_from_elsewhere(config, workdir, tmp_path, monkeypatch):
     del config.embedded
     config.model.path = str(tmp_path / "none")
-    sentence = refused(pieces.load_model, Settings(config), tmp_path)
+    sentence = refused(inputs.load_model, Settings(config), tmp_path)
     assert f"{tmp_path}/none is no directory" in sentence
     # A relative path is the caller's, not the run directory's.
     config.model.path = "start_model"
     monkeypatch.chdir(workdir)
-    assert pieces.load_model(Settings(config), tmp_path).config.num_layers == 1
+    assert inputs.load_model(Settings(config), tmp_path).config.num_layers == 1
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", "config.json", "chat_template.jinja"])
@@ -88,29 +88,29 @@ def test_a_model_with_a_file_missing_is_named(config, workdir, tmp_path, file):
     (directory / file).unlink()
     del config.embedded
     config.model.path = str(directory)
-    assert str(directory) in refused(pieces.load_model, Settings(config), tmp_path)
+    assert str(directory) in refused(inputs.load_model, Settings(config), tmp_path)
 
 
 def test_prompts(config, workdir, model, capsys):
     config.data.max_val_prompts = 5
-    train, val = pieces.load_prompts(Settings(config), workdir, model.tokenizer)
+    train, val = inputs.load_prompts(Settings(config), workdir, model.tokenizer)
     assert (len(train), len(val)) == (12, 5)
     assert "data/train.parquet: 12 prompts; 0 over 24 tokens left out" in capsys.readouterr().out
     longest = max(map(len, train.token_ids))
     config.data.max_prompt_length = longest - 1
-    cut = pieces.load_prompts(Settings(config), workdir, model.tokenizer)[0]
+    cut = inputs.load_prompts(Settings(config), workdir, model.tokenizer)[0]
     assert 0 < cut.filtered == sum(len(ids) == longest for ids in train.token_ids)
     config.data.overlong_prompts = "truncate"
-    cut = pieces.load_prompts(Settings(config), workdir, model.tokenizer)[0]
+    cut = inputs.load_prompts(Settings(config), workdir, model.tokenizer)[0]
     assert (len(cut), max(map(len, cut.token_ids))) == (12, longest - 1)
     config.data.overlong_prompts = "error"
-    sentence = refused(pieces.load_prompts, Settings(config), workdir, model.tokenizer)
+    sentence = refused(inputs.load_prompts, Settings(config), workdir, model.tokenizer)
     assert "data/train.parquet: row " in sentence
 
 
 def test_prompts_that_cannot_be_used(config, workdir, model, tmp_path):
     def sentence():
-        return refused(pieces.load_prompts, Settings(config), workdir, model.tokenizer)
+        return refused(inputs.load_prompts, Settings(config), workdir, model.tokenizer)
 
     config.data.max_prompt_length = 1
     assert "no prompt of 12 fits max_prompt_length 1; raise it." in sentence()
@@ -142,12 +142,12 @@ def scorer(entries):
     ],
 )
 def test_a_scorer_that_gives_no_reward(view, config, entries, part, monkeypatch):
-    monkeypatch.setattr(pieces, "load_scorer", lambda path, keywords: scorer(entries))
+    monkeypatch.setattr(inputs, "load_scorer", lambda path, keywords: scorer(entries))
     record = {"extra_info": {"index": 7}}
     arguments = (["p", "p"], ["a", "b"], [record, record])
-    assert part in refused(pieces.make_scorer(view), *arguments)
+    assert part in refused(inputs.make_scorer(view), *arguments)
     config.reward.on_error = "skip"
-    scores = pieces.make_scorer(Settings(config))(*arguments)
+    scores = inputs.make_scorer(Settings(config))(*arguments)
     assert len(scores.problems) == 1
     assert part in scores.problems[0]
     good = [True, False] if isinstance(entries, list) and len(entries) == 2 else [False, False]
@@ -158,13 +158,13 @@ def test_a_scorer_that_raises(view, monkeypatch):
     def score(prompts, responses, records):
         return [1 / 0]
 
-    monkeypatch.setattr(pieces, "load_scorer", lambda path, keywords: score)
-    sentence = refused(pieces.make_scorer(view), ["p"], ["a"], [{}])
+    monkeypatch.setattr(inputs, "load_scorer", lambda path, keywords: score)
+    sentence = refused(inputs.make_scorer(view), ["p"], ["a"], [{}])
     assert "score failed: ZeroDivisionError: division by zero" in sentence
 
 
 def test_the_configs_scorer_gets_its_keywords(view, capsys):
-    score = pieces.make_scorer(view)
+    score = inputs.make_scorer(view)
     assert "scorer: jaxrlhf.rewards.gsm8k.score(format_score=0.3" in capsys.readouterr().out
     record = {"reward_model": {"ground_truth": "4"}}
     scores = score(["?"] * 3, ["#### 4", "#### 5", "four"], [record] * 3).scores
@@ -173,11 +173,11 @@ def test_the_configs_scorer_gets_its_keywords(view, capsys):
 
 def test_a_scorer_that_is_not_there(config):
     config.reward.function = "jaxrlhf.rewards.gsm8k.nothing"
-    assert "has no 'nothing'" in refused(pieces.make_scorer, Settings(config))
+    assert "has no 'nothing'" in refused(inputs.make_scorer, Settings(config))
     config.reward.function = "jaxrlhf.rewards.gsm8k.score"
     with config.unlocked():
         config.reward.kwargs.strictness = 1
-    assert "strictness" in refused(pieces.make_scorer, Settings(config))
+    assert "strictness" in refused(inputs.make_scorer, Settings(config))
 
 
 # Numbers
@@ -191,7 +191,7 @@ def test_every_number_reaches_its_place(config):
         "actor.schedule": "cosine", "actor.decay_steps": 9, "actor.min_ratio": 0.1,
     }  # fmt: skip
     config.update_from_flattened_dict(distinct)
-    hyper, actor, critic = pieces.hyper_parameters(Settings(config))
+    hyper, actor, critic = ppo_steps.hyper_parameters(Settings(config))
     expected = {key.partition(".")[2]: value for key, value in distinct.items() if "ppo" in key}
     for name, value in {**expected, "temperature": 0.7}.items():
         assert getattr(hyper, name).dtype == jnp.float32
@@ -203,7 +203,7 @@ def test_every_number_reaches_its_place(config):
     assert float(actor.weight_decay) == np.float32(0.01)
     config.kl.where = "loss"
     config.ppo.value_clip = None
-    hyper, _, _ = pieces.hyper_parameters(Settings(config))
+    hyper, _, _ = ppo_steps.hyper_parameters(Settings(config))
     assert float(hyper.kl_loss_coef) == np.float32(0.05)
     assert hyper.value_clip is None
 
@@ -215,7 +215,7 @@ def test_every_number_reaches_its_place(config):
 def test_the_kl_settings_reach_the_steps(config, model, where, estimator, kl_in, in_loss):
     config.update_from_flattened_dict({"kl.where": where, "kl.estimator": estimator})
     view = Settings(config)
-    steps = pieces.steps(view, model, pieces.hyper_parameters(view)[0])
+    steps = ppo_steps.bind(view, model, ppo_steps.hyper_parameters(view)[0])
     assert steps.make_experience.keywords["kl_in"] == kl_in
     assert steps.make_experience.keywords["kl_kind"] == estimator
     assert steps.update_actor.keywords["loss_fn"].keywords.get("kl_kind") == in_loss
@@ -223,9 +223,9 @@ def test_the_kl_settings_reach_the_steps(config, model, where, estimator, kl_in,
 
 
 def test_the_controller(config):
-    assert pieces.kl_controller(Settings(config)) is fixed_controller
+    assert ppo_steps.kl_controller(Settings(config)) is fixed_controller
     config.update_from_flattened_dict({"kl.target": 0.02, "kl.horizon": 100.0})
-    control = pieces.kl_controller(Settings(config))
+    control = ppo_steps.kl_controller(Settings(config))
     state, observed = init_kl_state(0.1), jnp.float32(0.5)
     expected = adaptive_controller(state, observed, 8, target=0.02, horizon=100.0)
     assert control(state, observed, 8).coef == expected.coef > state.coef
@@ -234,20 +234,20 @@ def test_the_controller(config):
 def test_total_steps(config):
     config.total_epochs = 3
     config.total_steps = None
-    assert pieces.total_steps(Settings(config), 7) == 21
+    assert ppo_steps.total_steps(Settings(config), 7) == 21
     config.total_steps = 0
-    assert pieces.total_steps(Settings(config), 7) == 0
+    assert ppo_steps.total_steps(Settings(config), 7) == 0
 
 
 def test_unread_keys_are_refused(config):
     view = Settings(config)
     view.as_dict()
-    pieces.refuse_unread(view)
+    view.refuse_unread()
     with config.unlocked():
         config.ppo.clip = 0.3
     view = Settings(config)
     view.actor.as_dict()
-    sentence = refused(pieces.refuse_unread, view)
+    sentence = refused(view.refuse_unread)
     assert sentence.startswith("config keys that nothing reads: critic.beta1, critic.beta2, ")
     assert "ppo.clip," in sentence
     assert "actor" not in sentence
@@ -255,7 +255,7 @@ def test_unread_keys_are_refused(config):
 
 def test_writers(config, tmp_path, capsys):
     config.logging.writers = ("console", "jsonl")
-    writers = pieces.make_writers(Settings(config), tmp_path, 3)
+    writers = outputs.make_writers(Settings(config), tmp_path, 3)
     writers.write(1, {"reward/mean": jnp.float32(0.25), "other": 2.0})
     writers.close()
     assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {
@@ -263,13 +263,13 @@ def test_writers(config, tmp_path, capsys):
     }  # fmt: skip
     assert "step 1/3" in capsys.readouterr().out
     config.logging.writers = ("print", "jsonl")
-    sentence = refused(pieces.make_writers, Settings(config), tmp_path, 3)
+    sentence = refused(outputs.make_writers, Settings(config), tmp_path, 3)
     assert sentence.startswith("logging.writers names ['print']; choose from console, tensorboard")
 
 
 def test_the_best_policy_is_exported(model, tmp_path):
     def best_after(accuracy, best):
-        return pieces.export_if_best(
+        return outputs.export_if_best(
             tmp_path, model.params, model, {"val/accuracy": accuracy}, best
         )
 
@@ -294,13 +294,13 @@ class Iteration:
     def __init__(self, config, workdir, model):
         view = Settings(config)
         self.model, self.n = model, view.rollout.n
-        self.train, self.val = pieces.load_prompts(view, workdir, model.tokenizer)
+        self.train, self.val = inputs.load_prompts(view, workdir, model.tokenizer)
         self.data = PromptIterator(self.train, view.ppo.train_batch_size, view.seed)
-        self.score = pieces.make_scorer(view)
-        self.sampler = pieces.make_sampler(view, model)
-        self.validate = pieces.make_validation(view, self.sampler, self.val, self.score, model)
-        self.hyper, self.actor_opt, self.critic_opt = pieces.hyper_parameters(view)
-        self.steps = pieces.steps(view, model, self.hyper)
+        self.score = inputs.make_scorer(view)
+        self.sampler = inputs.make_sampler(view, model)
+        self.validate = inputs.make_validation(view, self.sampler, self.val, self.score, model)
+        self.hyper, self.actor_opt, self.critic_opt = ppo_steps.hyper_parameters(view)
+        self.steps = ppo_steps.bind(view, model, self.hyper)
         self.actor = init_train_state(model.params, self.actor_opt)
         critic = init_critic(model.params, model.config)
         self.critic = init_train_state(critic, self.critic_opt, copy=False)
@@ -313,13 +313,13 @@ class Iteration:
             self.actor.params, batch.token_ids, prompt_ids=batch.prompt_ids.tolist(),
             key=step_key(0, step), samples_per_prompt=self.n, temperature=temperature,
         )  # fmt: skip
-        scores, texts = pieces.score_rollout(rollout, batch, self.score, self.model)
+        scores, texts = inputs.score_rollout(rollout, batch, self.score, self.model)
         return batch, jax.device_put(rollout), scores, texts
 
     def experience(self, rollout, scores):
         evaluation = self.steps.evaluate(
             self.actor.params, self.model.params, self.critic.params, rollout,
-            self.hyper.temperature,
+            temperature=self.hyper.temperature,
         )  # fmt: skip
         experience, metrics = self.steps.make_experience(
             rollout, evaluation, jnp.asarray(scores.scores), jnp.asarray(scores.scored),
@@ -403,7 +403,7 @@ def test_scores_texts_and_rows_belong_together(iteration):
         assert response == iteration.model.tokenizer.decode(ids, skip_special_tokens=True)
         assert scores.scores[row] == iteration.score([prompt], [response], [record]).scores[0]
     _, experience, _ = iteration.experience(rollout, scores)
-    columns = pieces.row_columns(scores, rollout, experience)
+    columns = outputs.row_columns(scores, rollout, experience)
     mask = np.asarray(experience.response_mask)
     for row in range(8):
         mean = np.asarray(experience.advantages)[row][mask[row]].mean()
@@ -415,25 +415,25 @@ def test_the_run_starts_only_where_ratio_is_1_and_kl_is_0(iteration, capsys):
     view, model, actor, hyper = iteration.view, iteration.model, iteration.actor, iteration.hyper
     fresh = dataclasses.replace(actor, params=model.params)
     evaluation = iteration.steps.evaluate(
-        model.params, model.params, iteration.critic.params, rollout, hyper.temperature
+        model.params, model.params, iteration.critic.params, rollout
     )
     rollout = dataclasses.replace(rollout, log_probs=evaluation.log_probs)
-    pieces.check_start(view, model, fresh, rollout, evaluation, hyper)
+    ppo_steps.check_start(view, model, fresh, rollout, evaluation, hyper)
     told = dict(re.findall(r"(start/\w+) ([\d.e-]+)", capsys.readouterr().out))
     assert float(told["start/ratio_error_max"]) < 1e-6
     assert float(told["start/ref_kl_k3"]) < 1e-12
     moved = dataclasses.replace(actor, params=jax.tree.map(lambda x: 1.01 * x, model.params))
     with pytest.raises(RuntimeError, match="the ratio before the first update is off from 1"):
-        pieces.check_start(view, model, moved, rollout, evaluation, hyper)
+        ppo_steps.check_start(view, model, moved, rollout, evaluation, hyper)
     off = dataclasses.replace(rollout, log_probs=rollout.log_probs * 1.01)
     with pytest.raises(RuntimeError, match="sampler and trainer disagree"):
-        pieces.check_start(view, model, fresh, off, evaluation, hyper)
+        ppo_steps.check_start(view, model, fresh, off, evaluation, hyper)
     wrong = dataclasses.replace(evaluation, ref_log_probs=evaluation.ref_log_probs * 1.01)
     with pytest.raises(RuntimeError, match="policy and reference differ"):
-        pieces.check_start(view, model, fresh, rollout, wrong, hyper)
+        ppo_steps.check_start(view, model, fresh, rollout, wrong, hyper)
     hot = dataclasses.replace(hyper, temperature=jnp.float32(0.8))
     with pytest.raises(RuntimeError, match="same temperature"):
-        pieces.check_start(view, model, fresh, rollout, evaluation, hot)
+        ppo_steps.check_start(view, model, fresh, rollout, evaluation, hot)
 
 
 def test_three_updates_that_are_not_finite_stop_the_run(iteration):
@@ -442,7 +442,7 @@ def test_three_updates_that_are_not_finite_stop_the_run(iteration):
     bad = dataclasses.replace(good, advantages=jnp.full_like(good.advantages, jnp.nan))
     before = jax.device_get(iteration.actor.params)
     iteration.update(bad, 1)  # two updates
-    pieces.check_updates(iteration.actor, iteration.critic)
+    ppo_steps.check_updates(iteration.actor, iteration.critic)
     assert jax.tree.all(
         jax.tree.map(np.array_equal, before, jax.device_get(iteration.actor.params))
     )
@@ -451,10 +451,10 @@ def test_three_updates_that_are_not_finite_stop_the_run(iteration):
     for _ in range(2):
         iteration.update(bad, 1)
     assert int(iteration.actor.skipped) == 6
-    sentence = refused(pieces.check_updates, iteration.actor, iteration.critic)
+    sentence = refused(ppo_steps.check_updates, iteration.actor, iteration.critic)
     assert sentence.startswith("4 updates in a row were not finite and were left out; lower the")
     iteration.update(good, 1)
-    pieces.check_updates(iteration.actor, iteration.critic)
+    ppo_steps.check_updates(iteration.actor, iteration.critic)
 
 
 def test_unscored_rows_are_told_and_train_nothing(iteration, capsys):
@@ -462,7 +462,7 @@ def test_unscored_rows_are_told_and_train_nothing(iteration, capsys):
     scored = np.array([True, False] * 4)
     problems = ("row 1 is odd",)
     given = Scores(scores.scores, {}, scored, problems)
-    told, _ = pieces.score_rollout(rollout, batch, lambda *_: given, iteration.model)
+    told, _ = inputs.score_rollout(rollout, batch, lambda *_: given, iteration.model)
     assert "unscored: row 1 is odd" in capsys.readouterr().out
     _, experience, metrics = iteration.experience(rollout, told)
     assert float(metrics["reward/unscored_fraction"]) == 0.5

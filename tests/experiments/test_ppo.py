@@ -130,7 +130,7 @@ def test_sigterm_saves_the_last_finished_step(new_run, unbroken):
     assert run.checkpoints() == [last]
     output = run.log.read_text()
     assert "SIGTERM: saving a checkpoint, then stopping" in output
-    assert f"stopped after step {last}; the same command with --workdir={run.path}" in output
+    assert f"stopped after step {last}; --workdir={run.path} resumes" in output
     assert RESUMED.format(last) in resume(run, unbroken, changes)
 
 

@@ -8,8 +8,10 @@ from absl import flags
 from ml_collections import config_flags
 
 from configs.gsm8k import get_config
-from experiments import errors, settings
-from experiments.settings import Settings, check_ppo, flatten, open_workdir, recipe_name
+from experiments import cli, workdir
+from experiments.cli import recipe_name
+from experiments.settings import Settings, check_ppo, flatten
+from experiments.workdir import open_workdir
 
 
 @pytest.fixture
@@ -170,8 +172,8 @@ def test_a_workdir_is_made_locked_and_written(config, tmp_path, monkeypatch):
 def test_another_process_is_refused(tmp_path, repo_root):
     path, lock = open_workdir(get_config("tiny"), str(tmp_path), "x")
     code = (
-        "import sys; from configs.gsm8k import get_config; from experiments import settings; "
-        "settings.open_workdir(get_config('tiny'), sys.argv[1], 'x')"
+        "import sys; from configs.gsm8k import get_config; from experiments import workdir; "
+        "workdir.open_workdir(get_config('tiny'), sys.argv[1], 'x')"
     )
 
     def other():
@@ -249,10 +251,10 @@ def test_a_kill_while_the_config_was_written_leaves_a_usable_directory(config, t
 
 def test_json_files_are_replaced_whole(tmp_path, monkeypatch):
     path = tmp_path / "a.json"
-    settings.write_json(path, {"x": 1})
+    workdir.write_json(path, {"x": 1})
     monkeypatch.setattr("pathlib.Path.replace", lambda *_: (_ for _ in ()).throw(OSError("full")))
     with pytest.raises(OSError, match="full"):
-        settings.write_json(path, {"x": 2})
+        workdir.write_json(path, {"x": 2})
     assert json.loads(path.read_text()) == {"x": 1}
 
 
@@ -282,7 +284,7 @@ def run_main(main, capsys, *, traceback=False):
     flags.FLAGS.traceback = traceback
     try:
         with pytest.raises(SystemExit) as stop:
-            errors.one_sentence(main)([])
+            cli.one_sentence(main)([])
     finally:
         flags.FLAGS.unparse_flags()
     print(stop.value.code, file=sys.stderr)  # as the interpreter does with a text
@@ -320,9 +322,9 @@ def test_refusals_are_one_sentence_and_faults_keep_their_traceback(config, capsy
 
 
 def test_a_run_that_ends_well_or_by_exit_is_left_alone():
-    assert errors.one_sentence(lambda argv: None)([]) is None
+    assert cli.one_sentence(lambda argv: None)([]) is None
     with pytest.raises(SystemExit) as stop:
-        errors.one_sentence(lambda argv: sys.exit(143))([])
+        cli.one_sentence(lambda argv: sys.exit(143))([])
     assert stop.value.code == 143
 
 
@@ -330,6 +332,6 @@ def test_an_unknown_setting_is_named(monkeypatch):
     def parse(argv):
         get_config("tiny").ppo.get_type("gama")
 
-    monkeypatch.setattr(errors.app, "parse_flags_with_usage", parse)
+    monkeypatch.setattr(cli.app, "parse_flags_with_usage", parse)
     with pytest.raises(SystemExit, match="error: the recipe has no setting gama; configs/common"):
-        errors.parse_flags(["ppo.py", "--config.ppo.gama=1"])
+        cli.parse_flags(["ppo.py", "--config.ppo.gama=1"])

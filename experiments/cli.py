@@ -1,4 +1,7 @@
-"""Errors as a user meets them: one sentence for what they can mend, a traceback for our faults."""
+"""The command line of every experiment: its flags, its start, and errors as a user meets them.
+
+What a user can mend is one sentence; a fault of ours keeps its traceback.
+"""
 
 import functools
 import linecache
@@ -7,17 +10,60 @@ import re
 import sys
 import types
 from collections.abc import Callable
+from typing import Any
 
-from absl import app, flags
+from absl import app, flags, logging
+from ml_collections import config_flags
 
 import configs
 import experiments
 import jaxrlhf
+from experiments.settings import Settings
+from experiments.workdir import open_workdir
 
+CONFIG = config_flags.DEFINE_config_file("config", None, "The recipe, as file.py[:argument].")
+WORKDIR = flags.DEFINE_string(
+    "workdir", None, "Directory of the run, resumed where one lies there; default: a new one."
+)
 TRACEBACK = flags.DEFINE_bool(
     "traceback", False, "Show the whole traceback where the program would print one sentence."
 )
+flags.mark_flag_as_required("config")
 _OURS = [pathlib.Path(package.__path__[0]) for package in (jaxrlhf, experiments, configs)]
+
+
+def run(main: Callable[[list[str]], None]) -> None:
+    """``app.run``, with errors as this module's docstring says."""
+    app.run(one_sentence(main), flags_parser=parse_flags)
+
+
+def open_run(
+    argv: list[str], check: Callable[[Settings], None]
+) -> tuple[Settings, pathlib.Path, Any]:
+    """Checks ``--config`` with ``check``, then opens ``--workdir``.
+
+    Returns:
+      The config (nothing read yet), the run's directory and its lock, to be kept until the end.
+
+    Raises:
+      ValueError: one sentence that names the flag or the keys.
+    """
+    logging.set_verbosity(logging.WARNING)  # orbax tells much at INFO
+    check(Settings(CONFIG.value))  # a view of its own: what only checks read counts as unread
+    workdir, lock = open_workdir(CONFIG.value, WORKDIR.value, recipe_name(argv))
+    return Settings(CONFIG.value), workdir, lock
+
+
+def recipe_name(argv: list[str]) -> str:
+    """``gsm8k-tiny`` for ``--config=configs/gsm8k.py:tiny``.
+
+    Raises:
+      ValueError: words on the command line that are no flags.
+    """
+    if argv[1:]:
+        raise ValueError(f"{argv[1:]} are no flags; write settings as --config.name=value.")
+    file, _, argument = config_flags.get_config_filename(flags.FLAGS["config"]).partition(":")
+    return "-".join([pathlib.Path(file).stem, *re.findall(r"[\w.]+", argument)])[:60]
 
 
 def one_sentence(main: Callable[[list[str]], None]) -> Callable[[list[str]], None]:

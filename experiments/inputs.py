@@ -1,0 +1,148 @@
+"""What a run starts from, made from its config: model, prompts, sampler, scorer, validation."""
+
+import pathlib
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+
+from experiments import embedded
+from experiments.settings import Settings
+from jaxrlhf.data import prompts, tables
+from jaxrlhf.data.tokenizer import load_tokenizer
+from jaxrlhf.evaluate import responses_text, validate
+from jaxrlhf.models import hf
+from jaxrlhf.models.config import ModelConfig
+from jaxrlhf.progress import progress
+from jaxrlhf.rewards.scoring import Scores, load_scorer, score_rows, scorer_name
+from jaxrlhf.rollout.native import NativeSampler
+from jaxrlhf.rollout.sampling import step_key
+from jaxrlhf.types import Rollout
+
+
+class Model(NamedTuple):
+    """A start model: float32 parameters, and what belongs to them."""
+
+    params: Any
+    config: ModelConfig
+    compute_dtype: Any
+    tokenizer: Any
+    stop_ids: tuple[int, ...]
+    directory: pathlib.Path
+
+
+def load_model(config: Settings, workdir: pathlib.Path) -> Model:
+    """Opens ``model.path`` (made first, in the embedded recipe) with its tokenizer."""
+    if "embedded" in config:
+        embedded.prepare(config, workdir)
+        directory = workdir / config.model.path
+    else:
+        directory = hf.resolve(config.model.path)
+    tokenizer = load_tokenizer(directory)
+    stop_ids = hf.stop_ids(directory, tokenizer.eos_token_id)
+    if ignored := hf.ignored_generation_fields(directory):
+        print(f"generation_config.json: these settings are not used: {ignored}")
+    print(f"rows end at {[tokenizer.decode([i]) for i in stop_ids]} (ids {list(stop_ids)})")
+    params, model = hf.load(directory)
+    dtype = jnp.dtype(config.model.compute_dtype)
+    return Model(params, model, dtype, tokenizer, stop_ids, pathlib.Path(directory))
+
+
+def load_prompts(
+    config: Settings, workdir: pathlib.Path, tokenizer: Any
+) -> tuple[prompts.PromptDataset, prompts.PromptDataset]:
+    """Training and validation prompts, tokenised."""
+    base = workdir if "embedded" in config else pathlib.Path()
+    c = config.data
+    out = []
+    for file, limit in ((c.train_files, None), (c.val_files, c.max_val_prompts)):
+        records = tables.read_table(base / file)[:limit]
+        with progress(f"tokenising {file}", total=len(records), unit="prompts") as advance:
+            dataset = prompts.tokenize_prompts(
+                records,
+                tokenizer,
+                max_prompt_length=c.max_prompt_length,
+                overlong=c.overlong_prompts,
+                source=file,
+                on_progress=advance.update,
+            )
+        print(
+            f"{file}: {len(dataset)} prompts; {dataset.filtered} over {c.max_prompt_length} tokens "
+            f"left out, {dataset.truncated} cut"
+        )
+        out.append(dataset)
+    return out[0], out[1]
+
+
+def make_sampler(config: Settings, model: Model) -> NativeSampler:
+    """The native sampler, for training and validation alike."""
+    c = config.rollout
+    return NativeSampler(
+        model.config,
+        max_prompt_length=config.data.max_prompt_length,
+        max_response_length=c.max_response_length,
+        stop_ids=model.stop_ids,
+        pad_id=model.tokenizer.pad_token_id,
+        compute_dtype=model.compute_dtype,
+        chunk_length=c.chunk_length,
+        batch_size=c.batch_size,
+        prompt_bucket=min(64, config.data.max_prompt_length),
+    )
+
+
+def make_decode(tokenizer: Any) -> Callable[[list[int]], str]:
+    """Token ids to the text that scorers read: without special tokens."""
+    return lambda ids: tokenizer.decode(ids, skip_special_tokens=True)
+
+
+def make_scorer(config: Settings) -> Callable[..., Scores]:
+    """(prompt texts, response texts, records) -> Scores, by the config's function."""
+    c = config.reward
+    scorer = load_scorer(c.function, c.kwargs.as_dict())
+    on_error = c.on_error
+    print(f"scorer: {scorer_name(scorer)}")
+    return lambda prompts, responses, records: score_rows(
+        scorer, prompts, responses, records, on_error=on_error
+    )
+
+
+def score_rollout(
+    rollout: Rollout, batch: prompts.PromptBatch, score: Callable[..., Scores], model: Model
+) -> tuple[Scores, dict[str, Any]]:
+    """Scores every row; returns the scores, and the texts ``prompts`` and ``responses``."""
+    decode = make_decode(model.tokenizer)
+    n = rollout.tokens.shape[0] // len(batch.records)
+    responses = responses_text(rollout, decode)
+    questions = [decode(ids) for ids in batch.token_ids for _ in range(n)]
+    scores = score(questions, responses, [r for r in batch.records for _ in range(n)])
+    for problem in scores.problems:
+        print(f"unscored: {problem}")
+    return scores, {"prompts": questions, "responses": responses}
+
+
+def make_validation(
+    config: Settings,
+    sampler: NativeSampler,
+    dataset: prompts.PromptDataset,
+    score: Callable[..., Scores],
+    model: Model,
+) -> Callable[[Any], dict[str, float]]:
+    """params -> ``val/…`` metrics of greedy answers to all validation prompts."""
+    decode = make_decode(model.tokenizer)
+    key = step_key(config.seed, 0)  # greedy: no effect
+
+    def run(params: Any) -> dict[str, float]:
+        with progress("validation", total=len(dataset), unit="rows") as advance:
+            result = validate(
+                sampler,
+                params,
+                prompts=dataset.token_ids,
+                records=dataset.records,
+                decode=decode,
+                score=score,
+                key=key,
+                on_progress=lambda tokens, rows, total: advance.update(rows),
+            )
+        return result.metrics
+
+    return run
