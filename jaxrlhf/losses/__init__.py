@@ -1,6 +1,7 @@
 """Losses, advantages and KL estimates as pure functions of arrays; needs jax alone."""
 
 from jaxrlhf.losses.advantages import gae
+from jaxrlhf.losses.distillation import dense_divergence, token_divergence
 from jaxrlhf.losses.group_advantages import (
     discounted_returns,
     group_best,
@@ -87,18 +88,30 @@ from jaxrlhf.losses.sequences import (
     sequence_mean,
     sequence_sum,
 )
-from jaxrlhf.losses.sft import cross_entropy
+from jaxrlhf.losses.sft import cross_entropy, mean_token_logits
+from jaxrlhf.losses.statistics import (
+    Interval,
+    RatioExtremes,
+    best_at_k,
+    majority_vote,
+    mean_interval,
+    pass_at_k,
+    ratio_extremes,
+)
 
 __all__ = [
     "ApproxKL",
     "ClipFractions",
+    "Interval",
     "KLState",
     "PairMetrics",
+    "RatioExtremes",
     "TokenLogProbs",
     "adaptive_controller",
     "aggregate",
     "align_to_tokens",
     "approx_kl",
+    "best_at_k",
     "binary_divergence",
     "bradley_terry",
     "cispo",
@@ -107,6 +120,7 @@ __all__ = [
     "clipped_value_loss",
     "cpo",
     "cross_entropy",
+    "dense_divergence",
     "dense_token_log_probs",
     "discounted_returns",
     "dpo",
@@ -131,16 +145,21 @@ __all__ = [
     "kto_reference_point",
     "last_action",
     "log_ratio_between",
+    "majority_vote",
     "mask_weights",
     "masked_mean",
     "masked_sum",
     "masked_var",
+    "mean_interval",
+    "mean_token_logits",
     "normalize_weights",
     "one_past_end",
     "orpo",
     "overlong_penalty",
     "pair_metrics",
+    "pass_at_k",
     "plackett_luce",
+    "ratio_extremes",
     "reinforce",
     "rejection_mask",
     "remax",
@@ -151,6 +170,7 @@ __all__ = [
     "sequence_sum",
     "simpo",
     "spread_over_tokens",
+    "token_divergence",
     "token_log_probs",
     "token_rewards",
     "token_weights",

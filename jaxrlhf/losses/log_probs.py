@@ -44,10 +44,10 @@ def align_to_tokens(scalars: jax.Array, segment_ids: jax.Array | None = None) ->
       ValueError: the shapes differ.
     """
     check_segments(segment_ids, scalars.shape)
-    return _align(scalars[..., :-1], segment_ids)
+    return shift_to_tokens(scalars[..., :-1], segment_ids)
 
 
-def _align(scalars: jax.Array, segment_ids: jax.Array | None) -> jax.Array:
+def shift_to_tokens(scalars: jax.Array, segment_ids: jax.Array | None) -> jax.Array:
     """Put a 0 in front of [..., T - 1] scalars, and 0 where a segment starts."""
     if segment_ids is not None:
         scalars = jnp.where(segment_ids[..., 1:] == segment_ids[..., :-1], scalars, 0)
@@ -151,7 +151,7 @@ def dense_token_log_probs(
     scaled = as_float(logits[..., :-1, :])
     scaled = scaled / lax.stop_gradient(jnp.asarray(temperature, scaled.dtype))
     stats = _dense_statistics(scaled, tokens[..., 1:])
-    return jax.tree.map(lambda x: _align(x, segment_ids), stats)
+    return jax.tree.map(lambda x: shift_to_tokens(x, segment_ids), stats)
 
 
 def _check_shapes(
@@ -165,7 +165,7 @@ def _check_shapes(
     check_segments(segment_ids, tokens.shape)
 
 
-def _scaled_logits(
+def scaled_logits(
     hidden: jax.Array, matrix: jax.Array, temperature: jax.Array, softcap: float | None
 ) -> tuple[jax.Array, jax.Array]:
     """Return softcap(hidden matrix^T) / temperature, and its derivative by the raw logits."""
@@ -178,7 +178,7 @@ def _scaled_logits(
     return bent * (softcap * slope), (1 - jnp.square(bent)) * slope
 
 
-def _over_blocks(length: int, block_size: int) -> tuple[int, jax.Array, jax.Array]:
+def over_blocks(length: int, block_size: int) -> tuple[int, jax.Array, jax.Array]:
     """Cut ``length`` positions into equal blocks: their size, and per block its start and overlap.
 
     The last block is moved back to end at the last position; ``overlap`` counts the positions that
@@ -191,7 +191,7 @@ def _over_blocks(length: int, block_size: int) -> tuple[int, jax.Array, jax.Arra
     return size, jnp.array(starts, jnp.int32), jnp.array(overlaps, jnp.int32)
 
 
-def _part(tree: Any, start: jax.Array, size: int) -> Any:
+def time_part(tree: Any, start: jax.Array, size: int) -> Any:
     """Slice the time axis of every [B, T, ...] array; a symbolic zero stays one."""
 
     def part(x: jax.Array | SymbolicZero) -> jax.Array | SymbolicZero:
@@ -202,7 +202,8 @@ def _part(tree: Any, start: jax.Array, size: int) -> Any:
     return jax.tree.map(part, tree)
 
 
-def _write(array: jax.Array, block: jax.Array, start: jax.Array) -> jax.Array:
+def write_block(array: jax.Array, block: jax.Array, start: jax.Array) -> jax.Array:
+    """Put a block into the time axis of [B, T, ...], in that array's dtype."""
     return lax.dynamic_update_slice_in_dim(array, block.astype(array.dtype), start, axis=1)
 
 
@@ -216,13 +217,13 @@ def _block_statistics(
     block_size: int,
 ) -> TokenLogProbs:
     """Position-aligned statistics of the first S positions: hidden [B, T, D], targets [B, S]."""
-    size, starts, _ = _over_blocks(targets.shape[1], block_size)
+    size, starts, _ = over_blocks(targets.shape[1], block_size)
 
     def block(stats: TokenLogProbs, start: jax.Array) -> tuple[TokenLogProbs, None]:
-        here, targets_here = _part((hidden, targets), start, size)
-        logits, _ = _scaled_logits(here, matrix, temperature, softcap)
+        here, targets_here = time_part((hidden, targets), start, size)
+        logits, _ = scaled_logits(here, matrix, temperature, softcap)
         new = _statistics(logits, targets_here)
-        return jax.tree.map(lambda whole, block: _write(whole, block, start), stats, new), None
+        return jax.tree.map(lambda whole, block: write_block(whole, block, start), stats, new), None
 
     zeros = jnp.zeros_like(hidden[:, : targets.shape[1], 0], temperature.dtype)
     return lax.scan(block, TokenLogProbs(zeros, zeros, zeros), starts)[0]
@@ -248,7 +249,7 @@ def _block_backward(
     cotangents: TokenLogProbs,
 ) -> tuple[jax.Array, jax.Array, None, None]:
     hidden, matrix, targets, temperature, stats = residuals
-    size, starts, overlaps = _over_blocks(targets.shape[1], block_size)
+    size, starts, overlaps = over_blocks(targets.shape[1], block_size)
     einsum = partial(jnp.einsum, preferred_element_type=temperature.dtype)
 
     def block(
@@ -256,11 +257,13 @@ def _block_backward(
     ) -> tuple[tuple[jax.Array, jax.Array], None]:
         d_hidden, d_matrix = gradients
         start, overlap = bounds
-        here, *others = _part((hidden, targets, stats, cotangents), start, size)
-        logits, slope = _scaled_logits(here, matrix, temperature, softcap)
+        here, *others = time_part((hidden, targets, stats, cotangents), start, size)
+        logits, slope = scaled_logits(here, matrix, temperature, softcap)
         d_logits, live = _logit_cotangent(logits, *others)
-        d_logits = (d_logits * slope).astype(jnp.result_type(hidden, matrix))
-        d_hidden = _write(d_hidden, einsum("bsv,vd->bsd", d_logits, matrix), start)
+        # Not d_logits * slope alone: a dead position's slope may be NaN.
+        d_logits = jnp.where(live[..., None], d_logits * slope, 0)
+        d_logits = d_logits.astype(jnp.result_type(hidden, matrix))
+        d_hidden = write_block(d_hidden, einsum("bsv,vd->bsd", d_logits, matrix), start)
         # Positions that the block before has counted, and dead ones, add nothing to the matrix.
         counted = lax.broadcasted_iota(jnp.int32, live.shape, 1) < overlap
         here = jnp.where((live & ~counted)[..., None], here, 0)
@@ -309,7 +312,8 @@ def token_log_probs(
     Raises:
       ValueError: the shapes do not fit, or ``block_size`` is not positive.
 
-    verl, TRL and OpenRLHF hold the [B, T, V] logits unless an extra kernel package is on.
+    verl and OpenRLHF hold the [B, T, V] logits unless an extra kernel package is on; TRL 1.16 has a
+    fused head of its own.
     """
     _check_shapes("hidden", hidden, tokens, segment_ids)
     if output_matrix.ndim != 2 or output_matrix.shape[1] != hidden.shape[-1]:
@@ -318,6 +322,7 @@ def token_log_probs(
         )
     if block_size < 1:
         raise ValueError(f"block_size is {block_size}: give at least 1.")
+    hidden, output_matrix = jnp.asarray(hidden), jnp.asarray(output_matrix)
     dtype = jnp.promote_types(jnp.result_type(hidden, output_matrix), jnp.float32)
     length = tokens.shape[-1]
     if length == 1:
@@ -336,4 +341,4 @@ def token_log_probs(
         block_size,
     )
     shape = (*tokens.shape[:-1], length - 1)
-    return jax.tree.map(lambda x: _align(x.reshape(shape), segment_ids), stats)
+    return jax.tree.map(lambda x: shift_to_tokens(x.reshape(shape), segment_ids), stats)

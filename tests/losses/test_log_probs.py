@@ -100,9 +100,9 @@ def test_equals_the_plain_softmax(rng, function, length, softcap, x64):
 @hypothesis.given(length=st.integers(1, 10), block=st.integers(1, 12))
 def test_blocks_cover_every_position_once(length, block):
     """Sizes are a shape: checked on the plan alone, without compiling a program for each."""
-    from jaxrlhf.losses.log_probs import _over_blocks
+    from jaxrlhf.losses.log_probs import over_blocks
 
-    size, starts, overlaps = _over_blocks(length, block)
+    size, starts, overlaps = over_blocks(length, block)
     counted = [
         int(start) + i
         for start, overlap in zip(starts, overlaps, strict=True)
@@ -231,7 +231,7 @@ def test_positions_that_do_not_matter_do_not_leak(function, seed, garbage):
 @functools.cache
 def weighted_gradients(function):
     def total(hidden, matrix, tokens, segment_ids, probes):
-        stats = function(hidden, matrix, tokens, segment_ids, 0.7, None)
+        stats = function(hidden, matrix, tokens, segment_ids, 0.7, 3.0)
         return sum(losses.weighted_sum(x, w) for x, w in zip(stats, probes, strict=True))
 
     def flat(*arguments):

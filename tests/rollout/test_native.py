@@ -50,15 +50,21 @@ def test_layout(rollout, prompts, check_layout):
     assert len(set(rollout.lengths - rollout.prompt_lengths)) > 3
 
 
-@pytest.mark.parametrize("max_response", [1, 5])
-def test_layout_of_short_responses(config, params, prompts, check_layout, rollout, max_response):
-    sampler = make(config, max_response_length=max_response)
+@pytest.mark.parametrize("short", [True, False])
+def test_a_shorter_limit_cuts_the_same_responses(
+    config, params, prompts, check_layout, rollout, short
+):
+    lengths = rollout.lengths - rollout.prompt_lengths
+    row = int(np.flatnonzero((rollout.finish_reason == FINISH_STOP) & (lengths > 1))[0])
+    limit = 1 if short else int(lengths[row])
+    sampler = make(config, max_response_length=limit)
     out = sampler.generate(params, prompts, prompt_ids=range(7), key=KEY, samples_per_prompt=3)
-    check_layout(out, prompts, 3, STOPS, max_response, 0)
-    # A shorter limit cuts the same responses.
-    for row in range(21):
-        end = out.lengths[row]
-        np.testing.assert_array_equal(out.tokens[row, :end], rollout.tokens[row, :end])
+    check_layout(out, prompts, 3, STOPS, limit, 0)
+    np.testing.assert_array_equal(out.lengths - out.prompt_lengths, np.minimum(lengths, limit))
+    for i, end in enumerate(out.lengths):
+        np.testing.assert_array_equal(out.tokens[i, :end], rollout.tokens[i, :end])
+    # A stop token in the last place is a stop.
+    assert out.finish_reason[row] == (FINISH_LENGTH if short else FINISH_STOP)
 
 
 def test_every_stop_id_ends_a_row_and_only_that(config, params, prompts, rollout):
@@ -76,24 +82,14 @@ def test_every_stop_id_ends_a_row_and_only_that(config, params, prompts, rollout
     assert len(seen) > 2
 
 
-def test_a_stop_token_in_the_last_place_is_a_stop(config, params, prompts, rollout):
-    lengths = rollout.lengths - rollout.prompt_lengths
-    row = int(np.flatnonzero((rollout.finish_reason == FINISH_STOP) & (lengths > 1))[0])
-    sampler = make(config, max_response_length=int(lengths[row]))
-    out = sampler.generate(params, prompts, prompt_ids=range(7), key=KEY, samples_per_prompt=3)
-    assert out.finish_reason[row] == FINISH_STOP
-    assert out.response_mask[row].sum() == lengths[row]
-
-
-@pytest.mark.parametrize("pad_id", [3])
-def test_pad_equal_to_a_stop_id_changes_nothing(config, params, prompts, rollout, pad_id):
-    sampler = make(config, pad_id=pad_id)
+def test_pad_equal_to_a_stop_id_changes_nothing(config, params, prompts, rollout):
+    sampler = make(config, pad_id=STOPS[0])
     out = sampler.generate(
         params, prompts, prompt_ids=range(7), key=KEY, samples_per_prompt=3, policy_version=5
     )
     real = np.arange(22) < rollout.lengths[:, None]
     np.testing.assert_array_equal(out.tokens[real], rollout.tokens[real])
-    assert (out.tokens[~real] == pad_id).all()
+    assert (out.tokens[~real] == STOPS[0]).all()
     equal(out.replace(tokens=0), rollout.replace(tokens=0))
 
 
@@ -143,7 +139,7 @@ def test_greedy_ignores_the_noise(config, params, prompts, teacher_forced):
 
 
 def test_programs_are_few_and_settings_of_a_call_compile_nothing(config, prompts):
-    config = dataclasses.replace(config, intermediate_size=48)  # met by no other test
+    config = dataclasses.replace(config, num_layers=1)  # met by no other test
     params = specs.init_params(jax.random.key(0), config)
     compiled = []
     jax.monitoring.register_event_duration_secs_listener(

@@ -122,7 +122,7 @@ def test_token_and_log_prob_agree_with_float64(logits, temperature, top_k, top_p
     np.testing.assert_allclose(log_probs, np.log(probs[tokens]), atol=1e-5 + scale * 2e-7)
 
 
-@pytest.mark.parametrize("size", [1, 32, 33, 4097])
+@pytest.mark.parametrize("size", [1, 33, 4097])
 @pytest.mark.parametrize("kind", ["ends", "only_first", "only_last", "every_other", "tail"])
 def test_no_token_of_probability_zero_at_the_ends_of_the_cdf(size, kind):
     logits = np.zeros(size, np.float32)
