@@ -12,6 +12,10 @@ import jax
 import numpy as np
 import pytest
 
+from configs.gsm8k import get_config
+from experiments import inputs
+from experiments.cli import is_refusal
+from experiments.settings import Settings
 from jaxrlhf.checkpoint import Checkpointer
 from jaxrlhf.data import tables, tokenizer, word_problems
 from jaxrlhf.models import hf
@@ -187,3 +191,38 @@ def workdir(tmp_path_factory):
         generation_config=generation,
     )  # fmt: skip
     return path
+
+
+@pytest.fixture
+def config():
+    config = get_config("tiny")
+    values = {
+        "ppo.train_batch_size": 4, "ppo.ppo_mini_batch_size": 2, "ppo.ppo_micro_batch_size": 2,
+        "rollout.n": 2, "rollout.batch_size": 8, "rollout.max_response_length": 8,
+        "reward.kwargs.format_score": 0.3,
+    }  # fmt: skip
+    config.update_from_flattened_dict(values)
+    return config
+
+
+@pytest.fixture
+def view(config):
+    return Settings(config)
+
+
+@pytest.fixture(scope="session")
+def model(workdir):
+    return inputs.load_model(Settings(get_config("tiny")), workdir)
+
+
+@pytest.fixture
+def refused():
+    def sentence(call, *args):
+        """The one sentence with which ``call`` refuses its arguments."""
+        with pytest.raises(Exception) as error:  # which kind is not the point
+            call(*args)
+        assert is_refusal(error.value), repr(error.value)
+        assert "\n" not in str(error.value)
+        return str(error.value)
+
+    return sentence

@@ -57,6 +57,22 @@ def test_a_view_of_its_own_reads_for_nobody_else(config):
     assert set(view.unread()) == set(flatten(config))
 
 
+def test_unread_keys_are_refused(config):
+    view = Settings(config)
+    view.as_dict()
+    view.refuse_unread()
+    with config.unlocked():
+        config.ppo.clip = 0.3
+    view = Settings(config)
+    view.actor.as_dict()
+    with pytest.raises(
+        ValueError, match=r"^config keys that nothing reads: critic\.beta1, "
+    ) as error:
+        view.refuse_unread()
+    assert "ppo.clip," in str(error.value)
+    assert "actor" not in str(error.value)
+
+
 def test_flatten():
     assert flatten({"a": {"b": 1, "c": {"d": (1, 2)}}, "e": None, "f": {}}) == {
         "a.b": 1, "a.c.d": [1, 2], "e": None,

@@ -1,186 +1,22 @@
 import dataclasses
-import json
 import re
-import shutil
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from configs.gsm8k import get_config
 from experiments import inputs, monitor, outputs, ppo_steps
-from experiments.cli import is_refusal
 from experiments.settings import Settings
 from jaxrlhf.data.prompts import PromptIterator
 from jaxrlhf.losses import adaptive_controller, fixed_controller, init_kl_state
-from jaxrlhf.models import hf
 from jaxrlhf.models.heads import init_critic
 from jaxrlhf.optimizers import OptimizerHyper
 from jaxrlhf.rewards.scoring import Scores
 from jaxrlhf.rollout.sampling import step_key
 from jaxrlhf.trainers import ppo
 from jaxrlhf.trainers.update import init_train_state
-
-
-@pytest.fixture
-def config():
-    config = get_config("tiny")
-    values = {
-        "ppo.train_batch_size": 4, "ppo.ppo_mini_batch_size": 2, "ppo.ppo_micro_batch_size": 2,
-        "rollout.n": 2, "rollout.batch_size": 8, "rollout.max_response_length": 8,
-        "reward.kwargs.format_score": 0.3,
-    }  # fmt: skip
-    config.update_from_flattened_dict(values)
-    return config
-
-
-@pytest.fixture
-def view(config):
-    return Settings(config)
-
-
-@pytest.fixture(scope="module")
-def model(workdir):
-    return inputs.load_model(Settings(get_config("tiny")), workdir)
-
-
-def refused(call, *args):
-    """The one sentence with which ``call`` refuses its arguments."""
-    with pytest.raises(Exception) as error:  # which kind is not the point
-        call(*args)
-    assert is_refusal(error.value), repr(error.value)
-    assert "\n" not in str(error.value)
-    return str(error.value)
-
-
-# Model and data
-
-
-def test_a_model_comes_with_what_belongs_to_it(workdir, capsys):
-    model = inputs.load_model(Settings(get_config("tiny")), workdir)
-    out = capsys.readouterr().out
-    assert "these settings are not used: {'temperature': 0.6}" in out
-    assert "rows end at ['<|pad|>', '<|end|>'] (ids [0, 1])" in out
-    assert (model.stop_ids, model.compute_dtype) == ((0, 1), jnp.float32)
-    assert model.config.num_layers == 1
-    assert model.params["embed"].dtype == jnp.float32
-    assert model.directory == workdir / "start_model"
-
-
-def test_a_model_from_elsewhere(config, workdir, tmp_path, monkeypatch):
-    del config.embedded
-    config.model.path = str(tmp_path / "none")
-    sentence = refused(inputs.load_model, Settings(config), tmp_path)
-    assert f"{tmp_path}/none is no directory" in sentence
-    # A relative path is the caller's, not the run directory's.
-    config.model.path = "start_model"
-    monkeypatch.chdir(workdir)
-    assert inputs.load_model(Settings(config), tmp_path).config.num_layers == 1
-
-
-@pytest.mark.parametrize("file", ["model.safetensors", "config.json", "chat_template.jinja"])
-def test_a_model_with_a_file_missing_is_named(config, workdir, tmp_path, file):
-    directory = tmp_path / "model"
-    shutil.copytree(workdir / "start_model", directory)
-    (directory / file).unlink()
-    del config.embedded
-    config.model.path = str(directory)
-    assert str(directory) in refused(inputs.load_model, Settings(config), tmp_path)
-
-
-def test_prompts(config, workdir, model, capsys):
-    config.data.max_val_prompts = 5
-    train, val = inputs.load_prompts(Settings(config), workdir, model.tokenizer)
-    assert (len(train), len(val)) == (12, 5)
-    assert "data/train.parquet: 12 prompts; 0 over 24 tokens left out" in capsys.readouterr().out
-    longest = max(map(len, train.token_ids))
-    config.data.max_prompt_length = longest - 1
-    cut = inputs.load_prompts(Settings(config), workdir, model.tokenizer)[0]
-    assert 0 < cut.filtered == sum(len(ids) == longest for ids in train.token_ids)
-    config.data.overlong_prompts = "truncate"
-    cut = inputs.load_prompts(Settings(config), workdir, model.tokenizer)[0]
-    assert (len(cut), max(map(len, cut.token_ids))) == (12, longest - 1)
-    config.data.overlong_prompts = "error"
-    sentence = refused(inputs.load_prompts, Settings(config), workdir, model.tokenizer)
-    assert "data/train.parquet: row " in sentence
-
-
-def test_prompts_that_cannot_be_used(config, workdir, model, tmp_path):
-    def sentence():
-        return refused(inputs.load_prompts, Settings(config), workdir, model.tokenizer)
-
-    config.data.max_prompt_length = 1
-    assert "no prompt of 12 fits max_prompt_length 1; raise it." in sentence()
-    config.data.train_files = str(tmp_path / "none.parquet")
-    assert "none.parquet" in sentence()
-    pq.write_table(pa.table({"text": ["a"]}), tmp_path / "none.parquet")
-    assert "column data_source is missing (it has text)" in sentence()
-    config.data.train_files = str(tmp_path / "train.csv")
-    assert "only .parquet and .jsonl" in sentence()
-
-
-# Scoring
-
-
-def scorer(entries):
-    def score(prompts, responses, records):
-        return entries
-
-    return score
-
-
-@pytest.mark.parametrize(
-    ("entries", "part"),
-    [
-        ([1.0, None], "row 1 (prompt index 7): its score is None, not a number"),
-        ([1.0, float("nan")], "row 1 (prompt index 7): its score is nan, not a finite"),
-        ([1.0], "it returned 1 entries for 2 rows"),
-        (None, "it returned a NoneType"),
-    ],
-)
-def test_a_scorer_that_gives_no_reward(view, config, entries, part, monkeypatch):
-    monkeypatch.setattr(inputs, "load_scorer", lambda path, keywords: scorer(entries))
-    record = {"extra_info": {"index": 7}}
-    arguments = (["p", "p"], ["a", "b"], [record, record])
-    assert part in refused(inputs.make_scorer(view), *arguments)
-    config.reward.on_error = "skip"
-    scores = inputs.make_scorer(Settings(config))(*arguments)
-    assert len(scores.problems) == 1
-    assert part in scores.problems[0]
-    good = [True, False] if isinstance(entries, list) and len(entries) == 2 else [False, False]
-    assert scores.scored.tolist() == good
-
-
-def test_a_scorer_that_raises(view, monkeypatch):
-    def score(prompts, responses, records):
-        return [1 / 0]
-
-    monkeypatch.setattr(inputs, "load_scorer", lambda path, keywords: score)
-    sentence = refused(inputs.make_scorer(view), ["p"], ["a"], [{}])
-    assert "score failed: ZeroDivisionError: division by zero" in sentence
-
-
-def test_the_configs_scorer_gets_its_keywords(view, capsys):
-    score = inputs.make_scorer(view)
-    assert "scorer: jaxrlhf.rewards.gsm8k.score(format_score=0.3" in capsys.readouterr().out
-    record = {"reward_model": {"ground_truth": "4"}}
-    scores = score(["?"] * 3, ["#### 4", "#### 5", "four"], [record] * 3).scores
-    np.testing.assert_array_equal(scores, np.array([1, 0.3, 0], np.float32))
-
-
-def test_a_scorer_that_is_not_there(config):
-    config.reward.function = "jaxrlhf.rewards.gsm8k.nothing"
-    assert "has no 'nothing'" in refused(inputs.make_scorer, Settings(config))
-    config.reward.function = "jaxrlhf.rewards.gsm8k.score"
-    with config.unlocked():
-        config.reward.kwargs.strictness = 1
-    assert "strictness" in refused(inputs.make_scorer, Settings(config))
-
-
-# Numbers
 
 
 def test_every_number_reaches_its_place(config):
@@ -237,55 +73,6 @@ def test_total_steps(config):
     assert ppo_steps.total_steps(Settings(config), 7) == 21
     config.total_steps = 0
     assert ppo_steps.total_steps(Settings(config), 7) == 0
-
-
-def test_unread_keys_are_refused(config):
-    view = Settings(config)
-    view.as_dict()
-    view.refuse_unread()
-    with config.unlocked():
-        config.ppo.clip = 0.3
-    view = Settings(config)
-    view.actor.as_dict()
-    sentence = refused(view.refuse_unread)
-    assert sentence.startswith("config keys that nothing reads: critic.beta1, critic.beta2, ")
-    assert "ppo.clip," in sentence
-    assert "actor" not in sentence
-
-
-def test_writers(config, tmp_path, capsys):
-    config.logging.writers = ("console", "jsonl")
-    writers = outputs.make_writers(Settings(config), tmp_path, 3)
-    writers.write(1, {"reward/mean": jnp.float32(0.25), "other": 2.0})
-    writers.close()
-    assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {
-        "step": 1, "reward/mean": 0.25, "other": 2.0,
-    }  # fmt: skip
-    assert "step 1/3" in capsys.readouterr().out
-    config.logging.writers = ("print", "jsonl")
-    sentence = refused(outputs.make_writers, Settings(config), tmp_path, 3)
-    assert sentence.startswith("logging.writers names ['print']; choose from console, tensorboard")
-
-
-def test_the_best_policy_is_exported(model, tmp_path):
-    def best_after(accuracy, best):
-        return outputs.export_if_best(
-            tmp_path, model.params, model, {"val/accuracy": accuracy}, best
-        )
-
-    target = tmp_path / "export" / "best" / "model.safetensors"
-    assert best_after(0.5, 0.5) == 0.5
-    assert not target.exists()
-    assert best_after(0.0, -1.0) == 0.0
-    first = target.stat().st_ino
-    assert best_after(0.0, 0.0) == 0.0
-    assert target.stat().st_ino == first
-    assert best_after(0.25, 0.0) == 0.25
-    assert target.stat().st_ino != first
-    assert hf.load(tmp_path / "export" / "best")[1] == model.config
-
-
-# One iteration, in this process
 
 
 class Iteration:
@@ -436,7 +223,7 @@ def test_the_run_starts_only_where_ratio_is_1_and_kl_is_0(iteration, capsys):
         ppo_steps.check_start(view, model, fresh, rollout, evaluation, hot)
 
 
-def test_three_updates_that_are_not_finite_stop_the_run(iteration):
+def test_three_updates_that_are_not_finite_stop_the_run(iteration, refused):
     _, rollout, scores, _ = iteration.rollout(9, 1.0)
     _, good, _ = iteration.experience(rollout, scores)
     bad = dataclasses.replace(good, advantages=jnp.full_like(good.advantages, jnp.nan))
