@@ -41,7 +41,7 @@ def test_the_best_policy_is_exported(model, tmp_path):
 
 def test_a_run_ends_with_what_it_reached_and_left(config, model, tmp_path, capsys):
     writers = outputs.make_writers(Settings(config), tmp_path, 3)
-    for step, metrics in enumerate(({"val/accuracy": a} for a in (0.25, 0.75, 0.5))):
+    for step, metrics in enumerate({"val/accuracy": a} for a in (0.25, 0.75, 0.5)):
         writers.write(step, metrics)
     writers.close()
     outputs.finish(tmp_path, model.params, model)
