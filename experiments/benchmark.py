@@ -228,7 +228,7 @@ OPTIONAL_ARRAYS = {"mask", "segment_ids", "logsumexp", "mean_logits"}
 SCALARS = {
     **{"beta": 0.1, "margin": 0.5, "label_smoothing": 0.1, "z_loss": 1e-4, "coef": 0.01},
     **{"gamma": 0.99, "lam": 0.95, "kl_coef": 0.1, "max_length": 100, "buffer": 20, "k": 4},
-    **{"mode": "seq_mean_token_mean", "statistic": "sequence_max"},
+    **{"mode": "seq_mean_token_mean", "statistic": "sequence_max", "low": 0.0, "high": 1.0},
 }
 NOT_MEASURED = {"init_kl_state", "fixed_controller", "adaptive_controller"}  # of scalars
 MEASURED = [
