@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxrlhf.losses.masked import check_segments, last_action, zero_outside
+from jaxrlhf.losses.masked import check_segments, check_shapes, last_action, zero_outside
 
 
 def gae(
@@ -52,6 +52,7 @@ def gae(
     """
     if masked not in ("skip", "zero_value_steps"):
         raise ValueError(f"masked is {masked!r}: choose 'skip' or 'zero_value_steps'.")
+    check_shapes({"rewards": rewards, "values": values, "mask": mask})
     check_segments(segment_ids, mask.shape)
     rewards = zero_outside(mask, rewards)
     values = zero_outside(mask, values)

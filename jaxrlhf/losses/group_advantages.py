@@ -7,7 +7,14 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxrlhf.losses.advantages import gae
-from jaxrlhf.losses.masked import as_float, masked_var, zero_outside
+from jaxrlhf.losses.masked import (
+    as_float,
+    check_boolean,
+    check_rows,
+    check_shapes,
+    masked_var,
+    zero_outside,
+)
 
 Baseline = Literal["mean", "leave_one_out", "length_weighted"]
 Scale = Literal["group", "batch", "none", "nonzero_scores"]
@@ -39,6 +46,7 @@ def _groups(scores: jax.Array, group_ids: jax.Array, counted: jax.Array | None) 
             raise ValueError(f"{name} has shape {x.shape}: give it the scores' {scores.shape}.")
     if counted is None:
         counted = jnp.ones(scores.shape, jnp.bool_)
+    check_boolean("counted", counted)
     # Ids may be any integers: slots number the distinct ones in their order.
     order = jnp.argsort(group_ids)
     ids = group_ids[order]
@@ -253,8 +261,7 @@ def spread_over_tokens(rows: jax.Array, mask: jax.Array) -> jax.Array:
       TypeError: the mask is not boolean.
     """
     rows = jnp.asarray(rows)
-    if rows.shape != mask.shape[:-1]:
-        raise ValueError(f"rows has shape {rows.shape}: give one value a row, {mask.shape[:-1]}.")
+    check_rows("rows", rows, mask)
     return zero_outside(mask, jnp.broadcast_to(rows[..., None], mask.shape))
 
 
@@ -289,6 +296,7 @@ def discounted_returns(
     References: REINFORCE++ arXiv:2501.03262. verl skips masked tokens as here; OpenRLHF is
     ``zero_value_steps``. verl whitens with the unbiased variance, OpenRLHF with ``ddof=0``.
     """
+    check_shapes({"rewards": rewards, "mask": mask})
     values = jnp.zeros(mask.shape, as_float(rewards).dtype)
     return gae(
         rewards,
@@ -323,5 +331,6 @@ def remax(
 
     References: arXiv:2310.10505.
     """
+    check_rows("greedy_scores", jnp.asarray(greedy_scores), mask)
     baselines = lax.stop_gradient(spread_over_tokens(greedy_scores, mask))
     return discounted_returns(rewards, mask, gamma=gamma) - baselines

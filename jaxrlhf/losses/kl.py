@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxrlhf.losses.masked import last_action, one_past_end, zero_outside
+from jaxrlhf.losses.masked import check_rows, check_shapes, last_action, one_past_end, zero_outside
 
 _ESTIMATORS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "k1": lambda x: x,
@@ -49,7 +49,7 @@ def kl_estimate(
       see `finite_log_ratio_rows`.
 
     Raises:
-      ValueError: unknown ``kind``, or the mask's shape differs.
+      ValueError: unknown ``kind``, or shapes that differ.
       TypeError: the mask is not boolean.
 
     References: http://joschu.net/blog/kl-approx.html. In a *reward* use k1. In a *loss* use k3_st:
@@ -59,6 +59,7 @@ def kl_estimate(
     """
     if kind not in KL_KINDS:
         raise ValueError(f"kind {kind!r} is unknown: choose one of {', '.join(KL_KINDS)}.")
+    check_shapes({"log_probs": log_probs, "ref_log_probs": ref_log_probs})
     log_ratio = log_ratio_between(log_probs, ref_log_probs, clip=clip, mask=mask)
     estimate = _ESTIMATORS[kind.removesuffix("_st")](log_ratio)
     if estimate_clip is not None:
@@ -90,6 +91,7 @@ def log_ratio_between(
     Raises:
       TypeError, ValueError: see `zero_outside`.
     """
+    check_shapes({"log_probs": log_probs, "other_log_probs": other_log_probs})
     other = lax.stop_gradient(zero_outside(mask, other_log_probs))
     log_ratio = zero_outside(mask, log_probs) - other
     return log_ratio if clip is None else jnp.clip(log_ratio, -clip, clip)
@@ -115,6 +117,7 @@ def finite_log_ratio_rows(
     Raises:
       TypeError, ValueError: see `zero_outside`.
     """
+    check_shapes({"log_probs": log_probs, "other_log_probs": other_log_probs})
     log_ratio = zero_outside(mask, log_probs) - zero_outside(mask, other_log_probs)
     return ~jnp.any(jnp.isnan(log_ratio), axis=-1)
 
@@ -157,8 +160,9 @@ def token_rewards(
     if (log_ratio_kl is None) != (kl_coef is None):
         raise ValueError("log_ratio_kl and kl_coef belong together: give both or neither.")
     scores = jnp.asarray(scores)
-    if scores.shape != mask.shape[:-1]:
-        raise ValueError(f"scores has shape {scores.shape}: give one a row, {mask.shape[:-1]}.")
+    check_rows("scores", scores, mask)
+    if log_ratio_kl is not None:
+        check_shapes({"mask": mask, "log_ratio_kl": log_ratio_kl})
     lands = last_action(mask) if placement == "last_action" else one_past_end(mask)
     rewards = zero_outside(lands, jnp.broadcast_to(scores[..., None], mask.shape))
     if log_ratio_kl is not None and kl_coef is not None:

@@ -46,11 +46,33 @@ def zero_outside(mask: jax.Array | None, x: jax.typing.ArrayLike) -> jax.Array:
     x = as_float(x)
     if mask is None:
         return x
-    if mask.dtype != jnp.bool_:
-        raise TypeError(f"mask must be boolean, not {mask.dtype}: pass `mask != 0`.")
+    check_boolean("mask", mask)
     if mask.shape != x.shape:
         raise ValueError(f"mask has shape {mask.shape}: give it the shape {x.shape} of its array.")
     return jnp.where(mask, x, 0)
+
+
+def check_boolean(name: str, mask: jax.Array) -> None:
+    """Raise TypeError unless the named mask is boolean."""
+    if mask.dtype != jnp.bool_:
+        raise TypeError(f"{name} must be boolean, not {mask.dtype}: pass `{name} != 0`.")
+
+
+def check_shapes(arrays: dict[str, jax.Array]) -> None:
+    """Raise ValueError unless all the named arrays have the shape of the first."""
+    (first, reference), *others = arrays.items()
+    wanted = jnp.shape(reference)
+    for name, array in others:
+        if jnp.shape(array) != wanted:
+            raise ValueError(
+                f"{name} has shape {jnp.shape(array)}: give it {wanted} as {first} has."
+            )
+
+
+def check_rows(name: str, rows: jax.Array, mask: jax.Array) -> None:
+    """Raise ValueError unless the named array has one value for each row of the mask."""
+    if rows.shape != mask.shape[:-1]:
+        raise ValueError(f"{name} has shape {rows.shape}: give one a row, {mask.shape[:-1]}.")
 
 
 def check_segments(segment_ids: jax.Array | None, shape: tuple[int, ...]) -> None:
@@ -185,8 +207,10 @@ def last_action(mask: jax.Array, segment_ids: jax.Array | None = None) -> jax.Ar
       bool[..., T] with one True a sequence, none in sequences without a set bit.
 
     Raises:
+      TypeError: the mask is not boolean.
       ValueError: the shapes differ.
     """
+    check_boolean("mask", mask)
     slots = sequence_slots(mask, segment_ids)
     axis, length = mask.ndim - 1, mask.shape[-1]
     indices = lax.broadcasted_iota(jnp.int32, mask.shape, axis)
@@ -204,6 +228,9 @@ def one_past_end(mask: jax.Array) -> jax.Array:
 
     Returns:
       bool[..., T] with one True a row, none in rows without a set bit.
+
+    Raises:
+      TypeError: the mask is not boolean.
     """
     last = last_action(mask)
     shifted = jnp.concatenate([jnp.zeros_like(last[..., :1]), last[..., :-1]], axis=-1)
@@ -276,6 +303,7 @@ def token_weights(
         raise ValueError(f"mode {mode!r} is unknown: choose one of {', '.join(AGGREGATIONS)}.")
     if (norm is not None) != (mode == "seq_mean_token_sum_norm"):
         raise ValueError("norm belongs to mode 'seq_mean_token_sum_norm': give both or neither.")
+    check_segments(segment_ids, mask.shape)
     ones = zero_outside(mask, jnp.ones(mask.shape, jnp.result_type(float)))
     if mode == "token_sum":
         return ones
@@ -333,4 +361,5 @@ def aggregate(
     Raises:
       TypeError, ValueError: see `token_weights` and `zero_outside`.
     """
+    check_shapes({"per_token": per_token, "mask": mask})
     return weighted_sum(per_token, token_weights(mask, segment_ids, mode=mode, norm=norm))

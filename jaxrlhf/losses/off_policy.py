@@ -13,7 +13,14 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxrlhf.losses.kl import kl_estimate, log_ratio_between
-from jaxrlhf.losses.masked import as_float, masked_mean, zero_outside
+from jaxrlhf.losses.masked import (
+    as_float,
+    check_segments,
+    check_shapes,
+    token_weights,
+    weighted_sum,
+    zero_outside,
+)
 from jaxrlhf.losses.sequences import sequence_max, sequence_mean, sequence_sum
 
 Scalar = float | jax.Array
@@ -61,9 +68,11 @@ def importance_weights(
     verl bounds the log-ratio by 20; TRL and OpenRLHF do not. OpenRLHF's ``seq`` is
     ``sequence_mean``.
     """
+    check_shapes({"log_probs": log_probs, "sampler_log_probs": sampler_log_probs})
     log_ratio = log_ratio_between(log_probs, sampler_log_probs, clip=None, mask=mask)
     if level not in ("token", "sequence", "sequence_mean"):
         raise ValueError(f"level {level!r} is unknown: choose token, sequence or sequence_mean.")
+    check_segments(segment_ids, mask.shape)
     if level != "token":
         reduce = sequence_sum if level == "sequence" else sequence_mean
         log_ratio = reduce(log_ratio, mask, segment_ids)
@@ -130,7 +139,11 @@ def _within(x: jax.Array, low: Scalar | None, high: Scalar | None) -> jax.Array:
 
 
 def normalize_weights(
-    weights: jax.Array, mask: jax.Array, *, level: Literal["token", "sequence"] = "token"
+    weights: jax.Array,
+    mask: jax.Array,
+    *,
+    level: Literal["token", "sequence"] = "token",
+    segment_ids: jax.Array | None = None,
 ) -> jax.Array:
     """Scale importance weights to mean 1 over the whole batch (self-normalised).
 
@@ -139,7 +152,8 @@ def normalize_weights(
     Args:
       weights: float[..., T].
       mask: bool[..., T].
-      level: ``token``: the mean over tokens; ``sequence``: the mean over rows of rows' means.
+      level: ``token``: the mean over tokens; ``sequence``: the mean over sequences of their means.
+      segment_ids: i32[..., T] of packed rows: each run of equal ids is a sequence of its own.
 
     Returns:
       float[..., T], 0 outside the mask; all 0 stay 0. Not differentiated.
@@ -151,9 +165,8 @@ def normalize_weights(
     if level not in ("token", "sequence"):
         raise ValueError(f"level is {level!r}: choose 'token' or 'sequence'.")
     weights = zero_outside(mask, weights)
-    mean = masked_mean(weights, mask)
-    if level == "sequence":
-        mean = masked_mean(masked_mean(weights, mask, axis=-1), mask.any(-1))
+    mode = "token_mean" if level == "token" else "seq_mean_token_mean"
+    mean = weighted_sum(weights, token_weights(mask, segment_ids, mode=mode))
     return lax.stop_gradient(weights / jnp.where(mean > 0, mean, 1))
 
 
@@ -187,6 +200,7 @@ def keep_within(
     if statistic not in ("token", *_REDUCTIONS):
         options = ", ".join(("token", *_REDUCTIONS))
         raise ValueError(f"statistic {statistic!r} is unknown: choose one of {options}.")
+    check_segments(segment_ids, mask.shape)
     values = lax.stop_gradient(zero_outside(mask, values))
     if statistic != "token":
         values = _REDUCTIONS[statistic](values, mask, segment_ids)
@@ -233,6 +247,7 @@ def rejection_mask(
     """
     if kind not in ("k1", "k2", "k3"):
         raise ValueError(f"kind is {kind!r}: choose 'k1', 'k2' or 'k3'.")
+    check_shapes({"log_probs": log_probs, "sampler_log_probs": sampler_log_probs})
     estimate = kl_estimate(sampler_log_probs, log_probs, kind=kind, clip=log_ratio_clip, mask=mask)
     return keep_within(
         estimate, mask, low=low, high=high, statistic=statistic, segment_ids=segment_ids

@@ -11,11 +11,15 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxrlhf.losses.kl import log_ratio_between
-from jaxrlhf.losses.masked import as_float, zero_outside
+from jaxrlhf.losses.masked import as_float, check_shapes, zero_outside
 from jaxrlhf.losses.ppo import clipped_surrogate
 from jaxrlhf.losses.sequences import sequence_mean, sequence_sum
 
 Scalar = float | jax.Array
+
+
+def _check(log_probs: jax.Array, old_log_probs: jax.Array, advantages: jax.Array) -> None:
+    check_shapes({"log_probs": log_probs, "old_log_probs": old_log_probs, "advantages": advantages})
 
 
 def reinforce(
@@ -38,6 +42,7 @@ def reinforce(
     References: Williams 1992. GPG (arXiv:2504.02546; verl's ``gpg``) is this loss with advantages
     of ``scale="nonzero_scores"``.
     """
+    check_shapes({"log_probs": log_probs, "advantages": advantages})
     return -lax.stop_gradient(zero_outside(mask, advantages)) * zero_outside(mask, log_probs)
 
 
@@ -85,11 +90,13 @@ def gspo(
     """
     if level not in ("mean", "sum"):
         raise ValueError(f"level is {level!r}: choose 'mean' or 'sum'.")
+    _check(log_probs, old_log_probs, advantages)
     reduce = sequence_mean if level == "mean" else sequence_sum
     token_log_ratio = log_ratio_between(log_probs, old_log_probs, clip=None, mask=mask)
     log_ratio = reduce(token_log_ratio, mask, segment_ids)
     if per_token_gradient:
         own = zero_outside(mask, log_probs)
+        own = jnp.where(jnp.isfinite(own), own, 0)  # -inf less itself is NaN
         log_ratio = lax.stop_gradient(log_ratio) + (own - lax.stop_gradient(own))
     return clipped_surrogate(
         log_ratio,
@@ -136,11 +143,13 @@ def gmpo(
     References: arXiv:2507.20673. verl's ``geo_mean`` and TRL's GMPO divide by all rows, empty ones
     too.
     """
+    _check(log_probs, old_log_probs, advantages)
     advantages = lax.stop_gradient(zero_outside(mask, advantages))
-    sign = jnp.sign(advantages)
     log_ratio = log_ratio_between(log_probs, old_log_probs, clip=None, mask=mask)
     clipped = jnp.clip(log_ratio, -clip_low, clip_high)
-    pessimistic = sign * jnp.minimum(sign * log_ratio, sign * clipped)
+    # Selected, not multiplied by a sign: 0 x inf is NaN.
+    up = jnp.where(advantages > 0, jnp.minimum(log_ratio, clipped), 0)
+    pessimistic = jnp.where(advantages < 0, jnp.maximum(log_ratio, clipped), up)
     mean = sequence_mean(pessimistic, mask, segment_ids)
     # A negative advantage leaves the mean unbounded above.
     ratio = jnp.exp(jnp.clip(mean, -20.0, 20.0))
@@ -180,6 +189,7 @@ def cispo(
     References: MiniMax-M1, arXiv:2506.13585. verl bounds both sides by 0.2; TRL's ``epsilon_high``
     is the upper bound itself (ours + 1) and it has no lower one.
     """
+    _check(log_probs, old_log_probs, advantages)
     low = None if clip_low is None else 1 - clip_low
     high = None if clip_high is None else 1 + clip_high
     log_ratio = log_ratio_between(log_probs, old_log_probs, clip=log_ratio_clip, mask=mask)
@@ -218,6 +228,7 @@ def sapo(
 
     References: arXiv:2511.20347. verl and TRL agree, with bounds of the log-ratio of 20 and none.
     """
+    _check(log_probs, old_log_probs, advantages)
     advantages = lax.stop_gradient(zero_outside(mask, advantages))
     log_ratio = log_ratio_between(log_probs, old_log_probs, clip=log_ratio_clip, mask=mask)
     tau = jnp.where(advantages > 0, temperature_pos, temperature_neg).astype(log_ratio.dtype)
@@ -253,6 +264,7 @@ def binary_divergence(
     """
     if kind not in ("tv", "kl"):
         raise ValueError(f"kind is {kind!r}: choose 'tv' or 'kl'.")
+    check_shapes({"log_probs": log_probs, "old_log_probs": old_log_probs})
     # Outside the mask both are log-probs of 0, whose divergence is 0.
     new = lax.stop_gradient(zero_outside(mask, log_probs))
     old = lax.stop_gradient(zero_outside(mask, old_log_probs))
@@ -302,6 +314,7 @@ def dppo(
 
     References: arXiv:2602.04879; verl's ``dppo_tv`` and ``dppo_kl``.
     """
+    _check(log_probs, old_log_probs, advantages)
     distance = binary_divergence(log_probs, old_log_probs, kind=divergence, mask=mask)
     log_ratio = log_ratio_between(log_probs, old_log_probs, clip=log_ratio_clip, mask=mask)
     log_ratio = lax.stop_gradient(log_ratio)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxrlhf.losses.kl import kl_estimate, log_ratio_between
-from jaxrlhf.losses.masked import masked_var, zero_outside
+from jaxrlhf.losses.masked import check_shapes, masked_var, zero_outside
 
 Scalar = float | jax.Array
 
@@ -50,6 +50,7 @@ def clipped_surrogate(
     arXiv:1912.09729. verl has the dual clip on with c = 3; verl and OpenRLHF have the same
     log-ratio bound, TRL has none.
     """
+    check_shapes({"log_probs": log_probs, "old_log_probs": old_log_probs, "advantages": advantages})
     advantages = lax.stop_gradient(zero_outside(mask, advantages))
     ratios = jnp.exp(log_ratio_between(log_probs, old_log_probs, clip=log_ratio_clip, mask=mask))
     loss = -advantages * ratios
@@ -89,17 +90,19 @@ def clipped_value_loss(
       float[..., T] in at least float32, to be summed with `token_weights`.
 
     Raises:
-      ValueError: ``value_clip`` without ``old_values``; the mask's shape differs.
+      ValueError: ``value_clip`` without ``old_values``; shapes that differ.
       TypeError: the mask is not boolean.
 
     References: arXiv:1707.06347, arXiv:2005.12729. The same 1/2 stands in verl, TRL and OpenRLHF.
     """
+    check_shapes({"values": values, "returns": returns})
     values = zero_outside(mask, values)
     returns = lax.stop_gradient(zero_outside(mask, returns))
     loss = jnp.square(values - returns)
     if value_clip is not None:
         if old_values is None:
             raise ValueError("value_clip needs old_values: pass them, or value_clip=None.")
+        check_shapes({"values": values, "old_values": old_values})
         old_values = lax.stop_gradient(zero_outside(mask, old_values))
         clipped = jnp.clip(values, old_values - value_clip, old_values + value_clip)
         loss = jnp.maximum(loss, jnp.square(clipped - returns))
@@ -148,6 +151,7 @@ def clip_fractions(
     verl's ``pg_clipfrac`` and TRL's ``clipfrac`` are the sum of both sides; verl's
     ``pg_clipfrac_lower`` is about the dual clip instead.
     """
+    check_shapes({"log_probs": log_probs, "old_log_probs": old_log_probs, "advantages": advantages})
     log_ratio = log_ratio_between(log_probs, old_log_probs, clip=log_ratio_clip, mask=mask)
     ratios = lax.stop_gradient(jnp.exp(log_ratio))
     advantages = lax.stop_gradient(zero_outside(mask, advantages))
@@ -188,6 +192,7 @@ def approx_kl(
     References: http://joschu.net/blog/kl-approx.html. verl's ``ppo_kl`` is k1; TRL's ``approxkl``
     is k2.
     """
+    check_shapes({"log_probs": log_probs, "old_log_probs": old_log_probs})
     estimates = (
         kl_estimate(old_log_probs, log_probs, kind=kind, clip=log_ratio_clip, mask=mask)
         for kind in ("k1", "k3")
@@ -209,6 +214,7 @@ def explained_variance(values: jax.Array, returns: jax.Array, mask: jax.Array) -
     Raises:
       TypeError, ValueError: see `zero_outside`.
     """
+    check_shapes({"values": values, "returns": returns})
     values, returns = zero_outside(mask, values), zero_outside(mask, returns)
     variance = masked_var(returns, mask)
     unexplained = masked_var(returns - values, mask)

@@ -6,11 +6,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxrlhf.losses.masked import masked_mean, masked_sum, zero_outside
+from jaxrlhf.losses.masked import check_boolean, check_shapes, masked_mean, masked_sum, zero_outside
 from jaxrlhf.losses.reward_modelling import (
     Scalar,
     bradley_terry,
-    check_shapes,
     smoothed_log_sigmoid_loss,
 )
 
@@ -348,8 +347,7 @@ def kto(
     processes).
     """
     check_shapes({"log_probs": log_probs, "ref_log_probs": ref_log_probs, "desirable": desirable})
-    if desirable.dtype != jnp.bool_:
-        raise TypeError(f"desirable must be boolean, not {desirable.dtype}: pass `labels > 0`.")
+    check_boolean("desirable", desirable)
     gain = beta * (_log_ratio(log_probs, ref_log_probs, mask) - lax.stop_gradient(reference_point))
     loss = jnp.where(
         desirable,

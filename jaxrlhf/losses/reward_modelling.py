@@ -6,19 +6,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxrlhf.losses.masked import as_float, zero_outside
+from jaxrlhf.losses.masked import as_float, check_shapes, zero_outside
 
 Scalar = float | jax.Array
-
-
-def check_shapes(arrays: dict[str, jax.Array]) -> None:
-    """Raise ValueError unless all the named arrays have the shape of the first."""
-    (first, reference), *others = arrays.items()
-    for name, array in others:
-        if array.shape != reference.shape:
-            raise ValueError(
-                f"{name} has shape {array.shape}: give it {reference.shape} as {first} has."
-            )
 
 
 def smoothed_log_sigmoid_loss(logits: jax.Array, label_smoothing: Scalar | None) -> jax.Array:

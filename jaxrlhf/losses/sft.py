@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxrlhf.losses.log_probs import align_to_tokens
-from jaxrlhf.losses.masked import as_float, zero_outside
+from jaxrlhf.losses.masked import as_float, check_shapes, zero_outside
 
 
 def cross_entropy(
@@ -34,7 +34,7 @@ def cross_entropy(
       float[..., T] in at least float32, to be summed with `token_weights`.
 
     Raises:
-      ValueError: ``z_loss`` or ``label_smoothing`` without what it needs; the mask's shape differs.
+      ValueError: ``z_loss`` or ``label_smoothing`` without what it needs; shapes that differ.
       TypeError: the mask is not boolean.
 
     References: z-loss arXiv:2204.02311, section 5; label smoothing arXiv:1512.00567, section 7. The
@@ -45,13 +45,41 @@ def cross_entropy(
         return loss
     if logsumexp is None:
         raise ValueError("z_loss and label_smoothing need logsumexp: pass token_log_probs' own.")
+    check_shapes({"log_probs": log_probs, "logsumexp": logsumexp})
     logsumexp = zero_outside(mask, logsumexp)
     if label_smoothing is not None:
         if mean_logits is None:
             raise ValueError("label_smoothing needs mean_logits: pass mean_token_logits' result.")
+        check_shapes({"log_probs": log_probs, "mean_logits": mean_logits})
         uniform = logsumexp - zero_outside(mask, mean_logits)
         loss = (1 - label_smoothing) * loss + label_smoothing * uniform
     return loss if z_loss is None else loss + z_loss * jnp.square(logsumexp)
+
+
+@jax.custom_vjp
+def _product(hidden: jax.Array, row: jax.Array) -> jax.Array:
+    """hidden [..., D] . row [D]; a position without cotangent adds nothing to the row's gradient.
+
+    Not even where it holds NaN, as 0 x NaN would.
+    """
+    return jnp.einsum("...d,d->...", hidden, row)
+
+
+def _product_forward(
+    hidden: jax.Array, row: jax.Array
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    return _product(hidden, row), (hidden, row)
+
+
+def _product_backward(
+    residuals: tuple[jax.Array, jax.Array], cotangent: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    hidden, row = residuals
+    live = jnp.where((cotangent != 0)[..., None], hidden, 0)
+    return jnp.einsum("...,d->...d", cotangent, row), jnp.einsum("...,...d->d", cotangent, live)
+
+
+_product.defvjp(_product_forward, _product_backward)
 
 
 def mean_token_logits(
@@ -74,7 +102,9 @@ def mean_token_logits(
       temperature: positive scalar, not differentiated; may be traced.
 
     Returns:
-      float[..., T] in at least float32; differentiable in ``hidden`` and ``output_matrix``.
+      float[..., T] in at least float32; differentiable once in ``hidden`` and ``output_matrix``. A
+      position whose result has no effect on the loss gets gradient 0, also where its hidden state
+      is NaN.
 
     Raises:
       ValueError: the shapes do not fit.
@@ -84,6 +114,8 @@ def mean_token_logits(
             f"output_matrix has shape {output_matrix.shape}: it must be [V, {hidden.shape[-1]}]."
         )
     mean_row = jnp.mean(as_float(output_matrix), axis=0)
-    logits = jnp.einsum("...d,d->...", as_float(hidden), mean_row)
+    hidden = as_float(hidden)
+    # As in token_log_probs: under shard_map the row must vary with the rows of hidden.
+    logits = _product(hidden, mean_row + jnp.zeros_like(hidden, mean_row.dtype, shape=()))
     slope = 1 / lax.stop_gradient(jnp.asarray(temperature, logits.dtype))
     return align_to_tokens(logits * slope, segment_ids)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxrlhf.losses.kl import log_ratio_between
-from jaxrlhf.losses.masked import as_float, masked_mean, masked_var, zero_outside
+from jaxrlhf.losses.masked import as_float, check_shapes, masked_mean, masked_var, zero_outside
 
 Scalar = float | jax.Array
 
@@ -42,6 +42,7 @@ def ratio_extremes(
 
     TRL logs the mean and variance of the ratio instead (``val/ratio``).
     """
+    check_shapes({"log_probs": log_probs, "old_log_probs": old_log_probs})
     log_ratio = log_ratio_between(log_probs, old_log_probs, clip=log_ratio_clip, mask=mask)
     some = jnp.any(mask)
     lowest = jnp.min(log_ratio, where=mask, initial=jnp.inf)
@@ -62,7 +63,7 @@ def pass_at_k(successes: jax.Array, samples: jax.Array, *, k: int) -> jax.Array:
 
     Returns:
       float32[...] in [0, 1]; NaN for a prompt with fewer than k answers, of which no unbiased
-      estimate exists: leave it out (see `mean_interval`).
+      estimate exists: leave it out (see `mean_interval`). Not differentiated.
 
     Raises:
       ValueError: k is below 1, or the shapes differ.
@@ -80,6 +81,7 @@ def pass_at_k(successes: jax.Array, samples: jax.Array, *, k: int) -> jax.Array:
         left = jnp.maximum(samples - successes - i, 0)
         return failing * left / jnp.maximum(samples - i, 1)
 
+    successes, samples = lax.stop_gradient((successes, samples))
     failing = lax.fori_loop(0, k, factor, jnp.ones_like(samples))
     return jnp.where(samples >= k, 1 - failing, jnp.nan)
 
@@ -157,7 +159,7 @@ def mean_interval(
     mask = jnp.ones(values.shape, jnp.bool_) if mask is None else mask
     mean = masked_mean(values, mask)
     count = jnp.maximum(jnp.sum(mask, dtype=values.dtype), 1)
-    level = jnp.asarray(confidence, values.dtype)
+    level = lax.stop_gradient(jnp.asarray(confidence, values.dtype))
     z = jax.scipy.special.ndtri((1 + level) / 2)
     half = z * jnp.sqrt(masked_var(values, mask) / count)
     return Interval(mean, mean - half, mean + half)

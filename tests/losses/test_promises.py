@@ -1,13 +1,13 @@
-"""What every masked function promises, checked on all of them by the same few properties.
+"""What every public function promises, checked on all of them by the same few properties.
 
-A case takes per-token arrays and a mask and returns per-token arrays or scalars. `run` compiles it
-once: outputs, and gradients of the outputs' sum with random weights on the unmasked tokens.
+The table of cases is `promises.py`. `run` compiles a case once: outputs, and gradients of the
+outputs' sum with random weights on the unmasked tokens.
 """
 
-import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any
+import importlib.util
+import inspect
+import pathlib
 
 import hypothesis
 import hypothesis.strategies as st
@@ -15,109 +15,25 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, PartitionSpec
 
 from jaxrlhf import losses
-from jaxrlhf.losses.kl import KL_KINDS
-from jaxrlhf.losses.masked import AGGREGATIONS
 
-ROWS, LENGTH = 4, 8
+spec = importlib.util.spec_from_file_location(
+    "promises", pathlib.Path(__file__).with_name("promises.py")
+)
+promises = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(promises)
 
-
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """``differentiated`` of the ``arrays`` first arguments have a gradient, in order."""
-
-    function: Callable[..., Any]
-    arrays: int
-    differentiated: int
-    skips_masked: bool = True  # False: masked tokens inside a row count as steps
+CASES, inputs, total = promises.CASES, promises.inputs, promises.total
+ROWS, LENGTH, ARRAYS = promises.ROWS, promises.LENGTH, promises.ARRAYS
 
 
-def _gae(rewards, values, mask, **options):
-    return losses.gae(rewards, values, mask, gamma=0.9, lam=0.8, **options)
-
-
-def _rewards(kl, scores, mask, placement="last_action"):
-    """Scores are per row: the first unmasked column stands for them."""
-    scores = losses.masked_sum(scores, mask, axis=-1)
-    return losses.token_rewards(scores, kl, mask, kl_coef=0.1, placement=placement)
-
-
-def _cross_entropy(log_probs, logsumexp, mask):
-    return losses.cross_entropy(log_probs, logsumexp=logsumexp, z_loss=0.1, mask=mask)
-
-
-def _with_mask(function, **options):
-    return lambda *arrays: function(*arrays[:-1], mask=arrays[-1], **options)
-
-
-CASES: dict[str, Case] = {
-    "masked_sum": Case(losses.masked_sum, 1, 1),
-    "masked_mean": Case(losses.masked_mean, 1, 1),
-    "masked_var": Case(losses.masked_var, 1, 1),
-    "whiten": Case(losses.whiten, 1, 1),
-    "whiten/floor": Case(functools.partial(losses.whiten, shift_mean=False, floor=1e-8), 1, 1),
-    "gae/skip": Case(_gae, 2, 0),
-    "gae/zero": Case(functools.partial(_gae, masked="zero_value_steps"), 2, 0, skips_masked=False),
-    "clipped_surrogate": Case(_with_mask(losses.clipped_surrogate), 3, 1),
-    "clipped_surrogate/dual": Case(_with_mask(losses.clipped_surrogate, dual_clip=1.5), 3, 1),
-    "clipped_value_loss": Case(
-        lambda values, returns, old, mask: losses.clipped_value_loss(
-            values, old, returns, mask=mask
-        ),
-        3,
-        1,
-    ),
-    "clip_fractions": Case(_with_mask(losses.clip_fractions), 3, 0),
-    "approx_kl": Case(_with_mask(losses.approx_kl), 2, 0),
-    "explained_variance": Case(losses.explained_variance, 2, 0),
-    "token_rewards": Case(_rewards, 2, 0),
-    "cross_entropy": Case(_cross_entropy, 2, 2),
-}
-
-
-def _off_policy(log_probs, sampler_log_probs, mask, level="token"):
-    pair = (log_probs, sampler_log_probs, mask)
-    weights = losses.importance_weights(*pair, level=level)
-    bounded = losses.truncate_weights(weights, mask, high=1.5)
-    icepop = losses.normalize_weights(losses.mask_weights(weights, mask, low=0.7), mask)
-    kept = losses.rejection_mask(*pair, statistic="sequence_mean", high=0.05)
-    return bounded, icepop, 1.0 * kept, losses.effective_sample_size(weights, mask)
-
-
-CASES |= {
-    "reinforce": Case(_with_mask(losses.reinforce), 2, 1),
-    "gspo": Case(_with_mask(losses.gspo, clip_low=0.1, clip_high=0.1), 3, 1),
-    "gspo/sum": Case(_with_mask(losses.gspo, level="sum", clip_high=0.5), 3, 1),
-    "gspo/token": Case(
-        _with_mask(losses.gspo, per_token_gradient=True, clip_low=0.1, clip_high=0.1), 3, 1
-    ),
-    "gmpo": Case(_with_mask(losses.gmpo), 3, 1),
-    "cispo": Case(_with_mask(losses.cispo), 3, 1),
-    "sapo": Case(_with_mask(losses.sapo), 3, 1),
-    "dppo/tv": Case(_with_mask(losses.dppo), 3, 1),
-    "dppo/kl": Case(_with_mask(losses.dppo, divergence="kl"), 3, 1),
-    "entropy_bonus": Case(_with_mask(losses.entropy_bonus, coef=0.1), 1, 1),
-    "discounted_returns": Case(functools.partial(losses.discounted_returns, gamma=0.9), 1, 0),
-    "off_policy": Case(_off_policy, 2, 0),
-    "off_policy/sequence": Case(functools.partial(_off_policy, level="sequence"), 2, 0),
-}
-CASES |= {
-    f"kl_estimate/{kind}": Case(_with_mask(losses.kl_estimate, kind=kind), 2, 1)
-    for kind in KL_KINDS
-}
-CASES |= {
-    f"aggregate/{mode}": Case(functools.partial(losses.aggregate, mode=mode, norm=norm), 1, 1)
-    for mode in AGGREGATIONS
-    for norm in [4.0 if mode == "seq_mean_token_sum_norm" else None]
-}
-
-
-def total(case: Case, arrays, mask, probe):
-    """A scalar that every output takes part in, as a loss would use it, and the outputs."""
-    outputs = jax.tree.leaves(case.function(*arrays, mask))
-    parts = [jnp.sum(jnp.where(mask, x, 0) * probe) if x.ndim else x for x in outputs]
-    return sum(parts), outputs
+def test_every_public_function_has_a_case_or_a_reason():
+    public = {name for name in losses.__all__ if not inspect.isclass(getattr(losses, name))}
+    covered = set().union(*map(promises.functions_of, CASES))
+    assert covered | set(promises.EXEMPT) == public
+    assert not covered & set(promises.EXEMPT)
 
 
 @functools.cache
@@ -137,18 +53,6 @@ def compute(name: str, arrays, mask, probe):
     with jax.enable_x64(True):
         results = run(name)(tuple(arrays[: CASES[name].arrays]), mask, probe)
         return jax.tree.map(np.asarray, results)
-
-
-def inputs(seed: int):
-    """Log-prob-like arrays near each other (so that both sides of a clip occur), a mask, a probe.
-
-    A row may have no unmasked token, gaps, or no masked token.
-    """
-    rng = np.random.default_rng(seed)
-    mask = rng.random((ROWS, LENGTH)) < rng.choice([0.0, 0.3, 0.7, 1.0], size=(ROWS, 1))
-    base = rng.normal(size=mask.shape)
-    arrays = [base + 0.3 * rng.normal(size=mask.shape) for _ in range(3)]
-    return arrays, mask, rng.normal(size=mask.shape), rng
 
 
 def assert_close(found, expected):
@@ -171,7 +75,7 @@ quick = hypothesis.settings(max_examples=8, deadline=None)
 @seeds
 def test_garbage_under_the_mask_leaks_nowhere(name, seed):
     arrays, mask, probe, rng = inputs(seed)
-    garbage = rng.choice([np.nan, np.inf, -np.inf, 1e300], size=(3, *mask.shape))
+    garbage = rng.choice([np.nan, np.inf, -np.inf, 1e300], size=(ARRAYS, *mask.shape))
     dirty = [np.where(mask, x, g) for x, g in zip(arrays, garbage, strict=True)]
     outputs, gradients = compute(name, dirty, mask, probe)
     assert_close((outputs, gradients), compute(name, arrays, mask, probe))
@@ -232,15 +136,61 @@ def test_amount_of_padding_and_eager_mode_change_nothing(name):
 
 
 @every_case
-def test_vmap_equals_one_batch_after_the_other(name):
+def test_nothing_unmasked_gives_0_and_no_gradient(name):
+    arrays, _, probe, _ = inputs(7)
+    outputs, gradients = compute(name, arrays, np.zeros((ROWS, LENGTH), bool), probe)
+    assert_close(outputs, [np.full_like(x, CASES[name].empty) for x in outputs])
+    assert not any(g.any() for g in gradients)
+
+
+@every_case
+def test_vmap_and_any_leading_axes_equal_one_batch(name):
+    """A row of its own is a batch whose other rows are masked."""
+    case = CASES[name]
     batches = [inputs(seed)[:3] for seed in (1, 2)]
-    expected = [compute(name, *batch)[0] for batch in batches]
     arrays, mask, _ = jax.tree.map(lambda *x: np.stack(x), *batches)
-    taken = arrays[: CASES[name].arrays]
+
+    @jax.jit
+    def other_forms(arrays, mask):
+        forms = {"vmap": jax.vmap(case.function)(*arrays, mask)}
+        first, mask = [x[0] for x in arrays], mask[0]
+        if case.leading_axes:
+            cut = [x.reshape(2, ROWS // 2, LENGTH) for x in (*first, mask)]
+            forms["axes"] = case.function(*cut)
+            forms["row"] = case.function(*(x[1] for x in (*first, mask)))
+        return {form: jax.tree.leaves(tree) for form, tree in forms.items()}
+
     with jax.enable_x64(True):
-        mapped = jax.jit(jax.vmap(CASES[name].function))(*taken, mask)
-        mapped = jax.tree.map(np.asarray, jax.tree.leaves(mapped))
-    assert_close(mapped, [np.stack(x) for x in zip(*expected, strict=True)])
+        forms = other_forms(arrays[: case.arrays], mask)
+        forms = jax.tree.map(np.asarray, forms)
+    expected = [compute(name, *batch)[0] for batch in batches]
+    assert_close(forms["vmap"], [np.stack(x) for x in zip(*expected, strict=True)])
+    if case.leading_axes:
+        whole = [x.reshape(ROWS, LENGTH) if x.ndim else x for x in forms["axes"]]
+        assert_close(whole, expected[0])
+        first, mask, probe = batches[0]
+        alone = compute(name, first, mask & (np.arange(ROWS) == 1)[:, None], probe)[0]
+        assert_close(forms["row"], [x[1] if x.ndim else x for x in alone])
+
+
+@every_case
+def test_value_and_gradient_under_shard_map(name):
+    """Lowered, not compiled: what varies over devices and what does not is a matter of types."""
+    arrays, mask, probe, _ = inputs(6)
+    mesh = jax.make_mesh((1,), ("rows",), axis_types=(AxisType.Auto,))
+    rows = PartitionSpec("rows")
+
+    @jax.jit
+    @functools.partial(jax.shard_map, mesh=mesh, in_specs=rows, out_specs=rows)
+    def sharded(arrays, mask, probe):
+        run = jax.grad(functools.partial(total, CASES[name]), has_aux=True)
+        gradients, outputs = run(arrays, mask, probe)
+        # A device's scalar needs an axis, along which the devices' are stacked.
+        return gradients, [x if x.ndim else x[None] for x in outputs]
+
+    taken = tuple(arrays[: CASES[name].arrays])
+    gradients, _ = sharded.lower(taken, mask, probe).out_info
+    assert [x.shape for x in gradients] == [x.shape for x in taken]
 
 
 @every_case
@@ -255,7 +205,7 @@ def test_float32_and_bfloat16_inputs_give_float32(name):
 def test_hyper_parameters_are_traced():
     """One program for all values; each value has an effect; 0 is a value."""
     arrays, mask, _, _ = inputs(5)
-    x, y, z = (jnp.asarray(a, jnp.float32) for a in arrays)
+    x, y, z, _ = (jnp.asarray(a, jnp.float32) for a in arrays)
     hidden, matrix = jnp.ones((1, 3, 2)), jnp.array([[1.0, 0], [0, 2]])
     traces = []
 
