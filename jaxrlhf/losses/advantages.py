@@ -34,7 +34,9 @@ def gae(
       lam: lambda in [0, 1], scalar, may be traced.
       bootstrap: value of the state after the last action token, for rows that were cut off (0 for
         rows that ended): float[...], or with ``segment_ids`` float[..., T], read at the last action
-        of each segment. None is 0 everywhere.
+        of each segment. None is 0 everywhere. Token-aligned values do not hold it, a critic's
+        position-aligned output ``after`` does: where(truncated, masked_sum(after,
+        last_action(mask), axis=-1), 0).
       masked: ``skip``, or ``zero_value_steps``: a masked token between actions is a step of value 0
         and reward 0 that decays credit.
       segment_ids: i32[..., T] of packed rows: the recursion starts anew in each run of equal ids.

@@ -33,8 +33,9 @@ def reinforce(
       mask: bool[..., T]; outside it the inputs are ignored and the result is 0. None: no mask.
 
     Returns:
-      float[..., T] in at least float32. Multiply by `importance_weights` when the sampler was
-      another policy.
+      float[..., T] in at least float32; infinite where an unmasked log-prob is, with a finite
+      gradient, as in all losses that are multiples of log_probs. Multiply by `importance_weights`
+      when the sampler was another policy.
 
     Raises:
       TypeError, ValueError: see `zero_outside`.

@@ -127,6 +127,54 @@ def test_rows_equal_the_loop(masked, seed, gamma, lam):
         np.testing.assert_allclose(x, np.stack(golden), rtol=1e-12, atol=1e-12)
 
 
+@hypothesis.settings(max_examples=15, deadline=None)
+@hypothesis.given(seed=st.integers(0, 2**32 - 1), actions=st.integers(1, 8))
+def test_a_row_cut_off_anywhere_is_worth_what_follows(seed, actions):
+    """The rest of a row enters its beginning through V + lam A of the first action left out.
+
+    With lam 0 that is the critic's value alone; without a bootstrap the row counts as ended.
+    """
+    rng = np.random.default_rng(seed)
+    rewards, values = rng.normal(size=(2, 9))
+    cut, gamma = np.arange(9) < actions, 0.9
+    everything, no_end = np.ones(9, bool), np.zeros(())
+    with jax.enable_x64(True):
+        for lam in (0.0, 0.8, 1.0):
+            whole, _ = jitted_gae()(rewards, values, everything, gamma=gamma, lam=lam)
+            behind = values[actions] + lam * np.asarray(whole)[actions]
+            begun, returns = jitted_gae()(
+                rewards, values, cut, gamma=gamma, lam=lam, bootstrap=behind
+            )
+            same = functools.partial(np.testing.assert_allclose, rtol=1e-12, atol=1e-12)
+            same(begun, np.where(cut, whole, 0))
+            same(returns, np.where(cut, whole + values, 0))
+            ended = jitted_gae()(rewards, values, cut, gamma=gamma, lam=lam)
+            zero = jitted_gae()(rewards, values, cut, gamma=gamma, lam=lam, bootstrap=no_end)
+            for x, y in zip(ended, zero, strict=True):
+                np.testing.assert_array_equal(x, y)
+
+
+def test_the_bootstrap_of_truncated_rows_as_the_docstring_reads_it():
+    """A critic's position-aligned output at the last action; rows that ended have none."""
+    mask = np.array([[0, 1, 1, 0], [1, 1, 1, 1], [0, 0, 0, 0]], bool)
+    truncated, after = np.array([False, True, True]), np.arange(12.0).reshape(3, 4)
+    after = np.where(mask, after, np.nan)
+    behind = losses.masked_sum(after, losses.last_action(jnp.asarray(mask)), axis=-1)
+    np.testing.assert_array_equal(behind, [2, 7, 0])
+    rewards = np.where(mask, 0.0, np.nan)
+    advantages, returns = jitted_gae()(
+        rewards,
+        np.zeros((3, 4)),
+        mask,
+        gamma=0.5,
+        lam=1.0,
+        bootstrap=jnp.where(truncated, behind, 0),
+    )
+    expected = [[0, 0, 0, 0], [7 / 16, 7 / 8, 7 / 4, 7 / 2], [0, 0, 0, 0]]
+    np.testing.assert_allclose(advantages, expected, rtol=1e-6)
+    np.testing.assert_array_equal(returns, advantages)
+
+
 @pytest.mark.parametrize("masked", ["skip", "zero_value_steps"])
 @hypothesis.settings(max_examples=10, deadline=None)
 @hypothesis.given(seed=st.integers(0, 2**32 - 1))

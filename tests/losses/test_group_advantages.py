@@ -95,6 +95,36 @@ def test_equal_scores_and_groups_of_one_give_exactly_0(name, value):
     assert not np.any(jitted(name)(scores, np.arange(ROWS), ones, np.arange(1, ROWS + 1)))
 
 
+@functools.cache
+def every_kind():
+    """All estimators on rows of one batch."""
+
+    def call(scores, ids, counted, lengths):
+        of_rows = {"counted": counted}
+        found = [jitted(name)(scores, ids, counted, lengths) for name in VARIANTS]
+        for scale in ("group", "batch", "none", "nonzero_scores"):
+            found.append(losses.group_best(scores, ids, scale=scale, **of_rows))
+            parts, weights = jnp.stack([scores, -scores], 1), jnp.array([1.0, 3.0])
+            found.append(losses.group_relative_parts(parts, weights, ids, scale=scale, **of_rows))
+        return found
+
+    return jax.jit(call)
+
+
+@hypothesis.settings(max_examples=40, deadline=None)
+@hypothesis.given(
+    values=st.lists(st.floats(-(2.0**100), 2.0**100, width=32), min_size=3, max_size=3),
+    ids=st.lists(st.integers(0, 2), min_size=16, max_size=16),
+    counted=st.lists(st.booleans(), min_size=16, max_size=16),
+)
+def test_constant_groups_of_any_value_and_size_give_exactly_0(values, ids, counted):
+    """Groups of 0 to 16 rows; a row that does not count has garbage for a score."""
+    ids, counted = np.array(ids), np.array(counted)
+    scores = np.where(counted, np.array(values, np.float32)[ids], np.nan).astype(np.float32)
+    for advantages in every_kind()(scores, ids, counted, np.arange(1, 17)):
+        assert not np.any(advantages)
+
+
 @quick
 @seeds
 def test_rloo_sums_to_0_in_each_group(seed):

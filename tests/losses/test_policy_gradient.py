@@ -1,6 +1,7 @@
 """Sequence-level losses packed and unpacked, on-policy gradients, off-policy weights by hand."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -88,6 +89,94 @@ def test_on_policy_gradient_is_the_policy_gradient(name, rng):
         ours = gradient(lambda z: function(z, log_probs, advantages, mask=mask))
         plain = gradient(lambda z: losses.reinforce(z, advantages, mask=mask))
         np.testing.assert_allclose(ours, plain, rtol=1e-9, atol=1e-12)
+
+
+# At ratio 1 each has the policy gradient; sapo's slope there is 4/tau times a sigmoid's, 1/4 tau.
+ON_POLICY = LOSSES | {
+    "clipped_surrogate": losses.clipped_surrogate,
+    "clipped_surrogate_dual": functools.partial(losses.clipped_surrogate, dual_clip=1.5),
+    "cispo": losses.cispo,
+    "sapo": losses.sapo,
+    "dppo_tv": losses.dppo,
+    "dppo_kl": functools.partial(losses.dppo, divergence="kl"),
+    "reinforce": lambda log_probs, old, advantages, mask: losses.reinforce(
+        log_probs, advantages, mask=mask
+    ),
+}
+
+
+def enumerated_gradient(logits, weights, advantages, loss):
+    """Over all tokens v of a small vocabulary: the gradient of sum_v weights_v loss_v."""
+    mask = jnp.ones((logits.size, 1), bool)
+
+    def expected(z):
+        log_probs = jax.nn.log_softmax(z)[:, None]
+        old = jax.lax.stop_gradient(log_probs)
+        return jnp.sum(weights[:, None] * loss(log_probs, old, advantages[:, None], mask=mask))
+
+    return jax.jit(jax.grad(expected))(logits)
+
+
+@pytest.mark.parametrize("name", ON_POLICY)
+def test_expected_gradient_is_that_of_the_expected_advantage(name, rng):
+    """Also from another sampler's tokens, times importance weights."""
+    logits, sampler, advantages = rng.normal(size=(3, 5))
+    with jax.enable_x64(True):
+        log_probs, log_sampler = jax.nn.log_softmax(logits), jax.nn.log_softmax(sampler)
+        exact = jax.grad(lambda z: -jnp.sum(jax.nn.softmax(z) * advantages))(logits)
+        ours = enumerated_gradient(logits, jnp.exp(log_probs), advantages, ON_POLICY[name])
+        np.testing.assert_allclose(ours, exact, rtol=1e-10, atol=1e-12)
+        weights = losses.importance_weights(log_probs, log_sampler, jnp.ones(5, bool))
+        weighted = jnp.exp(log_sampler) * weights
+        corrected = enumerated_gradient(logits, weighted, advantages, ON_POLICY[name])
+        np.testing.assert_allclose(corrected, exact, rtol=1e-10, atol=1e-12)
+
+
+def test_leave_one_out_is_unbiased_over_all_groups_of_three(rng):
+    """The plain mean shrinks the gradient to (n - 1) / n of it."""
+    logits, scores = rng.normal(size=(2, 3))
+    groups = np.array(list(itertools.product(range(3), repeat=3)))
+    with jax.enable_x64(True):
+        chances = jnp.prod(jax.nn.softmax(logits)[groups], axis=1)
+        exact = jax.grad(lambda z: -jnp.sum(jax.nn.softmax(z) * scores))(logits)
+        ids = jnp.arange(groups.size) // 3
+        for baseline, share in (("leave_one_out", 1), ("mean", 2 / 3)):
+            rows = losses.group_relative(
+                jnp.asarray(scores[groups].ravel()), ids, baseline=baseline, scale="none"
+            ).reshape(groups.shape)
+
+            def expected(z, rows=rows):
+                per_token = losses.reinforce(jax.nn.log_softmax(z)[groups], rows)
+                return jnp.sum(chances * jnp.mean(per_token, axis=1))
+
+            np.testing.assert_allclose(jax.grad(expected)(logits), share * exact, rtol=1e-10)
+
+
+@pytest.mark.parametrize("name", ON_POLICY)
+@pytest.mark.parametrize("side", ["new", "old"])
+def test_extreme_log_ratios_are_finite_in_value_and_gradient(name, side):
+    """+-1e3 for any advantage, 0 among them; an infinite log-prob has a finite gradient too.
+
+    The value of losses that are a multiple of log_probs is then infinite, as the number is.
+    """
+    extremes = np.array([[1e3, -1e3, 0.0], [-1e3, -1e3, 0.0], [-np.inf, -0.5, -0.5]], np.float32)
+    plain = np.full((3, 3), -0.5, np.float32)
+    new, old = (extremes, plain) if side == "new" else (plain, extremes)
+    mask = jnp.ones((3, 3), bool)
+
+    @jax.jit
+    def run(log_probs, advantages):
+        def total(z):
+            per_token = ON_POLICY[name](z, old, advantages, mask=mask)
+            return jnp.sum(per_token), per_token
+
+        return jax.grad(total, has_aux=True)(log_probs)
+
+    for advantage in (-1.0, 0.0, 1.0):
+        gradient, loss = run(new, jnp.full((3, 3), advantage))
+        assert np.isfinite(gradient).all()
+        bounded = loss[:2] if name in ("reinforce", "cispo", "dppo_tv", "dppo_kl") else loss
+        assert np.isfinite(bounded).all()
 
 
 def test_weights_and_their_effective_sample_size():
