@@ -1,10 +1,12 @@
 """What a run leaves: metrics, rows of rollouts, exported models."""
 
+import math
 import pathlib
 from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 
 from experiments.inputs import Model
 from experiments.settings import Settings
@@ -15,9 +17,11 @@ from jaxrlhf.models import hf
 from jaxrlhf.rewards.scoring import Scores
 from jaxrlhf.types import Experience, Rollout
 
+BEST_BY = ("val/accuracy", "val/score")  # the first of these that a validation gives
 COLUMNS = {
     "reward/mean": "reward",
     "val/accuracy": "val accuracy",
+    "val/score": "val score",
     "kl/k1_token_mean": "KL (nats/token)",
     "policy/entropy": "entropy",
     "rollout/length_mean": "length",
@@ -36,7 +40,7 @@ def make_writers(config: Settings, workdir: pathlib.Path, steps: int) -> Writers
     """``metrics.jsonl``, and the others that ``logging.writers`` names."""
     c, project = config.logging, config.logging.project
     others: dict[str, Callable[[], Any]] = {
-        "console": lambda: ConsoleTable(COLUMNS, total_steps=steps),
+        "console": lambda: ConsoleTable(COLUMNS, total_steps=steps, either=[BEST_BY]),
         "tensorboard": lambda: TensorBoardWriter(workdir / "tensorboard"),
         "wandb": lambda: WandbWriter(workdir / "wandb", project=project, name=workdir.name),
         "jsonl": lambda: None,  # always on
@@ -62,13 +66,35 @@ def row_columns(scores: Scores, rollout: Rollout, experience: Experience) -> dic
 
 
 def export_if_best(
-    workdir: pathlib.Path, params: Any, model: Model, metrics: dict[str, float], best: float
+    workdir: pathlib.Path, params: Any, model: Model, metrics: dict[str, float], best: float | None
 ) -> float:
-    """Exports the policy to ``export/best`` if its accuracy is the best yet; returns the best."""
-    accuracy = metrics["val/accuracy"]
-    if accuracy > best:
+    """Exports the policy to ``export/best`` if its validation is the best yet.
+
+    Args:
+      workdir: the run's directory.
+      params: the policy.
+      model: what it started from.
+      metrics: of a validation; its accuracy counts where the scorer tells one, else its score.
+      best: the best before it; None for the first validation of a run.
+
+    Returns:
+      The best so far.
+
+    Raises:
+      ValueError: the first validation scored nothing, so no policy could be told from another.
+    """
+    value = metrics[next(name for name in BEST_BY if name in metrics)]
+    if math.isnan(value):
+        if best is None:
+            raise ValueError(
+                "the validation before training scored no row (the reasons are printed above), so "
+                "no policy could be told from another: correct reward.function or data.val_files."
+            )
+        return best
+    if best is None or value > best:
         export(workdir / "export" / "best", params, model)
-    return max(accuracy, best)
+        return value
+    return best
 
 
 def export(directory: pathlib.Path, params: Any, model: Model) -> None:
@@ -79,9 +105,13 @@ def export(directory: pathlib.Path, params: Any, model: Model) -> None:
 def finish(workdir: pathlib.Path, params: Any, model: Model) -> None:
     """Exports the last policy and says what the run reached and left."""
     export(workdir / "export" / "last", params, model)
-    _, accuracy = read_metrics(workdir / "metrics.jsonl")["val/accuracy"]
+    columns = read_metrics(workdir / "metrics.jsonl")
+    name = next(name for name in BEST_BY if name in columns)
+    known = dict(zip(*columns[name], strict=True))
+    # A validation that scored nothing has no accuracy.
+    values = np.array([known.get(step, math.nan) for step in columns["val/score"][0]])
     print(
-        f"done: val accuracy {accuracy[0]:.3f} before training, {accuracy[-1]:.3f} after, "
-        f"{accuracy.max():.3f} at best"
+        f"done: {COLUMNS[name]} {values[0]:.3f} before training, {values[-1]:.3f} after, "
+        f"{np.nanmax(values):.3f} at best"
     )
     print(f"{workdir} holds metrics.jsonl, curves.png, rollouts/, export/best, export/last")

@@ -51,10 +51,10 @@ def validate(
       on_progress: called with (tokens, rows finished, rows in all) as generation goes on.
 
     Returns:
-      Metrics ``val/score`` (mean over scored rows), ``val/accuracy`` (the scorer's part
-      ``correct``, where it has one, else the share of scores of at least 1),
-      ``val/<part>``, ``val/truncated_fraction``, ``val/unscored_fraction`` and
-      ``val/length_mean`` (tokens), with the responses and scores.
+      Metrics, with the responses and scores: means over the scored rows (NaN where there is none)
+      as ``val/score``, ``val/accuracy`` (of the part ``correct``; left out where the scorer names
+      no such part) and ``val/<part>`` (``val/<part>/mean`` where that name is another metric's);
+      ``val/truncated_fraction``, ``val/unscored_fraction`` and ``val/length_mean`` (tokens).
     """
     rollout = sampler.generate(
         params,
@@ -69,19 +69,20 @@ def validate(
     finish, starts, ends = jax.device_get(
         (rollout.finish_reason, rollout.prompt_lengths, rollout.lengths)
     )
-    correct = scores.parts.get("correct", (scores.scores >= 1).astype(np.float32))
     metrics = {
-        "val/accuracy": _mean(correct, scores.scored),
         "val/score": _mean(scores.scores, scores.scored),
         "val/unscored_fraction": float(np.mean(~scores.scored)),
         "val/truncated_fraction": float(np.mean(finish != FINISH_STOP)),
         "val/length_mean": float(np.mean(ends - starts)),
     }
+    taken = {*metrics, "val/accuracy"}
     for name, part in scores.parts.items():
-        if name != "correct":
-            metrics[f"val/{name}"] = _mean(part, scores.scored)
+        metric = "val/accuracy" if name == "correct" else f"val/{name}"
+        if name != "correct" and metric in taken:
+            metric += "/mean"
+        metrics[metric] = _mean(part, scores.scored)
     return Validation(metrics, responses, scores)
 
 
 def _mean(values: np.ndarray, where: np.ndarray) -> float:
-    return float(values[where].mean()) if where.any() else 0.0
+    return float(values[where].mean()) if where.any() else float("nan")

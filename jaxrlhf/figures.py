@@ -24,11 +24,18 @@ class Panel(NamedTuple):
     series: tuple[tuple[str, str], ...]
     limits: tuple[float | None, float | None] = (None, None)
     smooth: bool = True  # add a running mean to long curves
+    unless: str | None = None  # a metric whose panel takes this one's place
 
 
 PANELS = (
     Panel("Reward of sampled responses", "score per response", (("reward/mean", "mean"),)),
     Panel("Validation accuracy", "fraction of problems", (("val/accuracy", "greedy"),), (0.0, 1.0)),
+    Panel(
+        "Validation score",
+        "score per response",
+        (("val/score", "greedy"),),
+        unless="val/accuracy",
+    ),
     Panel(
         "KL(policy, reference)",
         "nats per token",
@@ -79,7 +86,11 @@ def training_curves(
       ValueError: the file holds nothing that could be drawn.
     """
     columns = read_metrics(metrics_path)
-    drawn = [panel for panel in panels if any(name in columns for name, _ in panel.series)]
+    drawn = [
+        panel
+        for panel in panels
+        if panel.unless not in columns and any(name in columns for name, _ in panel.series)
+    ]
     if not drawn:
         raise ValueError(f"{metrics_path} holds none of the metrics to draw; run a step first.")
     last_step = max(int(steps[-1]) for steps, _ in columns.values())

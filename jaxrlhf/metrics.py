@@ -243,6 +243,7 @@ class ConsoleTable:
       columns: the metrics' names in their order (those that a step lacks are left out), or a
         mapping of names to what is shown in their place.
       total_steps: shown in the title.
+      either: groups of columns of which the first that a step has is shown and the others not.
       console: default ``rich.get_console()``, which progress bars share.
     """
 
@@ -251,19 +252,26 @@ class ConsoleTable:
         columns: Sequence[str] | Mapping[str, str],
         *,
         total_steps: int | None = None,
+        either: Sequence[Sequence[str]] = (),
         console: Console | None = None,
     ) -> None:
         names = dict(columns) if isinstance(columns, Mapping) else {c: c for c in columns}
         self._columns = names
         self._total = total_steps
+        self._either = either
         self._console = console or rich.get_console()
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Prints the step's table."""
+        hidden = {
+            name
+            for group in self._either
+            for name in [name for name in group if name in metrics][1:]
+        }
         cells = [
             (shown, format_number(metrics[name]))
             for name, shown in self._columns.items()
-            if name in metrics
+            if name in metrics and name not in hidden
         ]
         title = f"step {step}" if self._total is None else f"step {step}/{self._total}"
         text = _grid(title, cells, self._console.width)

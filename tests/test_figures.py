@@ -61,6 +61,20 @@ def test_panels_without_data_are_left_out_and_none_at_all_is_an_error(tmp_path):
     assert not (tmp_path / "none.png").exists()
 
 
+def test_a_panel_gives_way_to_another(tmp_path):
+    """Validation shows one panel: accuracy, and the score where there is no accuracy."""
+    widths = []
+    for name in ("accuracy", "score"):
+        write(tmp_path / "m.jsonl", 6, ["reward/mean", "val/score"])
+        if name == "score":
+            text = (tmp_path / "m.jsonl").read_text().replace("val/accuracy", "other")
+            (tmp_path / "m.jsonl").write_text(text)
+        training_curves(tmp_path / "m.jsonl", tmp_path / "c.png")
+        widths.append(image.imread(tmp_path / "c.png").shape[1])
+    training_curves(tmp_path / "m.jsonl", tmp_path / "c.png", panels=PANELS[:1])
+    assert widths == [2 * image.imread(tmp_path / "c.png").shape[1]] * 2
+
+
 def test_an_all_null_metric_leaves_an_empty_panel(tmp_path):
     (tmp_path / "m.jsonl").write_text('{"step": 1, "reward/mean": null}\n')
     training_curves(tmp_path / "m.jsonl", tmp_path / "c.png")

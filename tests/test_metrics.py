@@ -229,6 +229,17 @@ def test_the_table_is_plain_text_without_a_terminal():
     assert "\x1b" not in console.file.getvalue()
 
 
+def test_of_a_group_the_table_shows_the_first_that_is_there():
+    console = Console(file=io.StringIO(), force_terminal=False, width=80)
+    columns = {"a": "first", "b": "second", "c": "other"}
+    table = ConsoleTable(columns, either=[("a", "b")], console=console)
+    table.write(1, {"a": 1.0, "b": 2.0, "c": 3.0})
+    table.write(2, {"b": 2.0, "c": float("nan")})
+    shown = [line.split() for line in console.file.getvalue().splitlines()]
+    assert shown[1] == ["first", "1", "other", "3"]
+    assert shown[3] == ["second", "2", "other", "nan"]
+
+
 def test_the_table_fits_narrow_terminals():
     console = Console(file=io.StringIO(), force_terminal=True, width=40)
     ConsoleTable([*METRICS, "none"], console=console).write(4, METRICS)
