@@ -106,6 +106,7 @@ class TrainState:
 
     ``step`` counts applied updates (it drives the learning-rate schedule), ``skipped`` the
     non-finite updates that were left out, ``skipped_in_a_row`` those since the last applied one.
+    An update whose batch carries no weight is left out too and moves no counter.
     """
 
     params: Any

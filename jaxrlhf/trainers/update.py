@@ -34,6 +34,7 @@ class StepMetrics(NamedTuple):
     maxima: dict[str, jax.Array]
 
 
+LEFT_OUT = ("skipped", "empty", "skipped_in_a_row_max")  # metrics of updates not applied
 LossFn = Callable[[Any, Any, Any], tuple[jax.Array, StepMetrics]]
 
 
@@ -114,7 +115,7 @@ def _accumulator(x: jax.Array) -> Any:
 
 
 def apply_gradients(
-    state: TrainState, grads: Any, hyper: OptimizerHyper, ok: jax.Array
+    state: TrainState, grads: Any, hyper: OptimizerHyper, ok: jax.Array, skipped: jax.Array
 ) -> TrainState:
     """AdamW where ``ok``; otherwise parameters and optimiser state keep every bit.
 
@@ -123,6 +124,7 @@ def apply_gradients(
       grads: like ``state.params``, any float dtype.
       hyper: traced scalars.
       ok: bool scalar, whether to apply the update.
+      skipped: bool scalar, whether an update that is not applied counts as skipped.
 
     Returns:
       The next state, its counters moved.
@@ -133,14 +135,20 @@ def apply_gradients(
     def keep(new: jax.Array, old: jax.Array) -> jax.Array:
         return jnp.where(ok, new.astype(old.dtype), old)
 
-    applied = ok.astype(jnp.int32)
+    applied, left_out = ok.astype(jnp.int32), skipped.astype(jnp.int32)
     return TrainState(
         params=jax.tree.map(keep, params, state.params),
         opt_state=jax.tree.map(keep, opt_state, state.opt_state),
         step=state.step + applied,
-        skipped=state.skipped + (1 - applied),
-        skipped_in_a_row=(state.skipped_in_a_row + 1) * (1 - applied),
+        skipped=state.skipped + left_out,
+        skipped_in_a_row=(state.skipped_in_a_row + left_out) * (1 - applied),
     )
+
+
+def _carries_weight(batch: Any) -> jax.Array:
+    """Whether any loss weight is not 0; a batch without a field ``loss_weights`` always does."""
+    weights = getattr(batch, "loss_weights", None)
+    return jnp.bool_(True) if weights is None else (weights != 0).any()
 
 
 def pure_update(
@@ -156,8 +164,10 @@ def pure_update(
     """``update`` without jit and donation, to be mapped, sharded or wrapped.
 
     An update whose loss or global gradient norm is not finite is left out: parameters and
-    optimiser state keep every bit, ``skipped`` and ``skipped_in_a_row`` count it, and all its
-    metrics are 0 but ``{name}/skipped``, which is 1 (``summarize`` leaves such updates out).
+    optimiser state keep every bit, ``skipped`` and ``skipped_in_a_row`` count it, and its metrics
+    are 0 but ``{name}/skipped``, which is 1. So is one whose ``batch.loss_weights`` are all 0 (no
+    scored row, say), where Adam's momentum and the weight decay alone would act; it is counted as
+    ``{name}/empty`` only, for nothing is wrong with it. ``summarize`` leaves both kinds out.
 
     Args:
       state: parameters, optimiser state, counters.
@@ -170,7 +180,8 @@ def pure_update(
 
     Returns:
       (state, metrics): the loss function's metrics and ``{name}/grad_norm`` (before clipping),
-      ``{name}/learning_rate``, ``{name}/skipped``; float scalars.
+      ``{name}/learning_rate``, ``{name}/skipped``, ``{name}/empty`` and
+      ``{name}/skipped_in_a_row_max`` (the state's counter after this update); float scalars.
 
     Raises:
       ValueError: B does not divide into the micro-batches.
@@ -179,7 +190,8 @@ def pure_update(
         state.params, batch, loss_hyper, loss_fn=loss_fn, num_micro_batches=num_micro_batches
     )
     grad_norm = optax.tree.norm(grads)
-    ok = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
+    finite, weighty = jnp.isfinite(loss) & jnp.isfinite(grad_norm), _carries_weight(batch)
+    ok, skipped = finite & weighty, ~finite & weighty
     metrics = {
         **step_metrics.sums,
         **step_metrics.maxima,
@@ -187,8 +199,13 @@ def pure_update(
         f"{name}/learning_rate": learning_rate_at(hyper_opt, state.step),
     }
     metrics = {key: jnp.where(ok, x, 0) for key, x in metrics.items()}
-    metrics[f"{name}/skipped"] = 1.0 - ok.astype(jnp.float32)
-    return apply_gradients(state, grads, hyper_opt, ok), metrics
+    state = apply_gradients(state, grads, hyper_opt, ok, skipped)
+    left_out = (skipped, ~weighty, state.skipped_in_a_row)
+    metrics |= {
+        f"{name}/{key}": value.astype(jnp.float32)
+        for key, value in zip(LEFT_OUT, left_out, strict=True)
+    }
+    return state, metrics
 
 
 update = functools.partial(
@@ -201,9 +218,9 @@ update = functools.partial(
 def summarize(history: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """One dict of host floats from the metrics of several updates (it waits for the device).
 
-    Means over the updates that were applied, maxima of the names that end in ``_max``, the total
-    of ``*/skipped``. When every update was skipped only ``*/skipped`` is returned: there is
-    nothing else to say.
+    Means over the updates that were applied, maxima of the names that end in ``_max``. Of
+    ``*/skipped`` and ``*/empty`` the total, and of ``*/skipped_in_a_row_max`` the maximum, over
+    all updates; when none was applied these alone are returned: there is nothing else to say.
 
     Args:
       history: metric dicts of ``update``, all with the same keys.
@@ -211,11 +228,14 @@ def summarize(history: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     rows = [{k: float(v) for k, v in metrics.items()} for metrics in jax.device_get(history)]
     if not rows:
         return {}
-    counts = [key for key in rows[0] if key.endswith("/skipped")]
-    out = {key: sum(row[key] for row in rows) for key in counts}
-    applied = [row for row in rows if not any(row[key] for key in counts)]
-    for key in rows[0] if applied else ():
-        if key not in counts:
-            column = [row[key] for row in applied]
-            out[key] = max(column) if key.endswith("_max") else sum(column) / len(column)
+    about = {key for key in rows[0] if key.rpartition("/")[2] in LEFT_OUT}
+    left_out = [key for key in about if not key.endswith("_max")]
+    applied = [row for row in rows if not any(row[key] for key in left_out)]
+    out = {}
+    for key in rows[0]:
+        column = [row[key] for row in (rows if key in about else applied)]
+        if column and key.endswith("_max"):
+            out[key] = max(column)
+        elif column:
+            out[key] = sum(column) / (1 if key in about else len(column))
     return out

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import struct
 
 from jaxrlhf.losses.masked import AGGREGATIONS, token_weights
 from jaxrlhf.optimizers import OptimizerHyper
@@ -127,6 +128,7 @@ def test_non_finite_update_leaves_every_bit(linear, bad):
         state, metrics = step(state, poisoned, opt, one)
         assert int(state.skipped_in_a_row) == int(state.skipped) == expected
         assert metrics.pop("policy/skipped") == 1
+        assert metrics.pop("policy/skipped_in_a_row_max") == expected
         assert all(x == 0 for x in metrics.values())
     after = jax.tree.map(np.asarray, (state.params, state.opt_state, state.step))
     for a, b in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
@@ -176,12 +178,50 @@ def test_gradients_of_bfloat16_parameters_are_summed_in_float32(linear):
     assert grads["kernel"].dtype == jnp.float32
 
 
+@struct.dataclass
+class Weighted:
+    x: jax.Array
+    loss_weights: jax.Array
+
+
+def weighted_linear_loss(params, batch, hyper):
+    return linear_loss(params, {"x": batch.x, "w": batch.loss_weights}, hyper)
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_an_update_without_weight_leaves_every_bit_and_is_no_fault(linear, n):
+    """Adam's momentum and the decay would move the weights, and the schedule would go on."""
+    params, x, opt = linear
+    step = functools.partial(
+        update, loss_fn=weighted_linear_loss, num_micro_batches=n, name="policy"
+    )
+    batch, one = Weighted(x["x"], x["w"]), jnp.float32(1)
+    empty, poisoned = batch.replace(loss_weights=0 * x["w"]), batch.replace(x=jnp.nan * x["x"])
+    rows, state = [], init_train_state(params, opt)
+    compiled = update._cache_size()
+    for part in (batch, poisoned, empty, empty):
+        state, metrics = step(state, part, opt, one)
+        rows.append(metrics)
+    assert update._cache_size() == compiled + 1
+    counters = state.step, state.skipped, state.skipped_in_a_row
+    assert [int(x) for x in counters] == [1, 1, 1]  # the empty ones neither count nor excuse
+    clean, _ = step(init_train_state(params, opt), batch, opt, one)
+    ours, theirs = (jax.tree.leaves((s.params, s.opt_state, s.step)) for s in (state, clean))
+    for a, b in zip(ours, theirs, strict=True):
+        assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+    first = {key: float(value) for key, value in rows[0].items()}
+    left_out = {"policy/skipped": 1.0, "policy/empty": 2.0, "policy/skipped_in_a_row_max": 1.0}
+    assert summarize(rows) == first | left_out
+    assert summarize(rows[1:]) == left_out
+
+
 def test_summary_leaves_skipped_updates_out():
     rows = [
-        {"loss": 1.0, "x_max": 5.0, "policy/skipped": 0.0},
-        {"loss": 0.0, "x_max": 0.0, "policy/skipped": 1.0},
-        {"loss": 2.0, "x_max": 3.0, "policy/skipped": 0.0},
+        {"loss": 1.0, "x_max": 5.0, "policy/skipped": 0.0, "policy/skipped_in_a_row_max": 0.0},
+        {"loss": 0.0, "x_max": 0.0, "policy/skipped": 1.0, "policy/skipped_in_a_row_max": 4.0},
+        {"loss": 2.0, "x_max": 3.0, "policy/skipped": 0.0, "policy/skipped_in_a_row_max": 0.0},
     ]
-    assert summarize(rows) == {"loss": 1.5, "x_max": 5.0, "policy/skipped": 1.0}
-    assert summarize(rows[1:2]) == {"policy/skipped": 1.0}
+    streak = {"policy/skipped_in_a_row_max": 4.0}
+    assert summarize(rows) == {"loss": 1.5, "x_max": 5.0, "policy/skipped": 1.0} | streak
+    assert summarize(rows[1:2]) == {"policy/skipped": 1.0} | streak
     assert summarize([]) == {}
