@@ -111,8 +111,7 @@ def main(argv: list[str]) -> None:
                 if kl.where == "loss":
                     hyper = dataclasses.replace(hyper, kl_loss_coef=kl_state.coef)
                 actor_history, critic_history = [], []
-                learns = bool(scores.scored.any())  # else decay and momentum alone would act
-                for epoch in range(ppo_epochs if learns else 0):
+                for epoch in range(ppo_epochs):
                     key = ppo.epoch_key(run_key, step, epoch)
                     for part in steps.minibatches(key, experience, mini_rows):
                         critic, m = steps.update_critic(critic, part, critic_opt, hyper)
@@ -122,8 +121,8 @@ def main(argv: list[str]) -> None:
                             actor_history.append(m)
                         bar(mini_rows)
                 metrics["kl/coef"] = kl_state.coef
-                if learns:
-                    kl_state = control(kl_state, metrics["kl/k1_token_mean"], batch_rows)
+                observed_kl = ppo_steps.observed_kl(metrics, experience)
+                kl_state = control(kl_state, observed_kl, batch_rows)
                 metrics |= summarize(critic_history) | summarize(actor_history)
             if step == total_steps or (test_freq and step % test_freq == 0):
                 with phases("validate"):
@@ -132,7 +131,7 @@ def main(argv: list[str]) -> None:
             metrics |= monitor.step_metrics(phases, compiles, rollout, total_steps - step)
             rollouts.write(step, **texts, **outputs.row_columns(scores, rollout, experience))
             writers.write(step, metrics)
-            ppo_steps.check_updates(actor, critic)
+            ppo_steps.check_updates(metrics)
             done = {"step": step, "data": data.state(), "best": best}
             if step == total_steps or (save_freq and step % save_freq == 0):
                 saved = save()

@@ -1,7 +1,7 @@
 """PPO's functions with the config's choices bound, its numbers, and the checks of its updates."""
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -17,6 +17,7 @@ from jaxrlhf.trainers.update import update
 from jaxrlhf.types import Evaluation, Experience, Rollout, TrainState
 
 MAX_SKIPPED_IN_A_ROW = 3
+NAMES = ("policy", "value")  # of the updates' metrics
 
 
 def hyper_parameters(config: Settings) -> tuple[ppo.PPOHyper, OptimizerHyper, OptimizerHyper]:
@@ -76,8 +77,8 @@ def bind(config: Settings, model: Model, hyper: ppo.PPOHyper) -> Steps:
         minibatches=functools.partial(
             ppo.minibatches, aggregation=c.aggregation, norm=c.aggregation_norm
         ),
-        update_actor=functools.partial(training, loss_fn=actor_loss, name="policy"),
-        update_critic=functools.partial(training, loss_fn=critic_loss, name="value"),
+        update_actor=functools.partial(training, loss_fn=actor_loss, name=NAMES[0]),
+        update_critic=functools.partial(training, loss_fn=critic_loss, name=NAMES[1]),
     )
 
 
@@ -87,6 +88,11 @@ def kl_controller(config: Settings) -> Callable[..., KLState]:
     if not target:
         return fixed_controller
     return functools.partial(adaptive_controller, target=target, horizon=horizon)
+
+
+def observed_kl(metrics: Mapping[str, jax.Array], experience: Experience) -> jax.Array:
+    """The step's KL(policy, reference), nats per token; NaN where no row was kept to measure it."""
+    return jnp.where(experience.response_mask.any(), metrics["kl/k1_token_mean"], jnp.nan)
 
 
 def total_steps(config: Settings, batches_per_epoch: int) -> int:
@@ -122,11 +128,11 @@ def check_start(
         raise RuntimeError(" ".join(problems))
 
 
-def check_updates(*states: TrainState) -> None:
+def check_updates(metrics: Mapping[str, float]) -> None:
     """Stops the run when updates keep being left out because they are not finite."""
-    for state in states:
-        if int(state.skipped_in_a_row) >= MAX_SKIPPED_IN_A_ROW:
-            raise FloatingPointError(
-                f"{int(state.skipped_in_a_row)} updates in a row were not finite and were left "
-                "out; lower the learning rate, or look at the last rows of rollouts/."
-            )
+    worst = max(int(metrics.get(f"{name}/skipped_in_a_row_max", 0)) for name in NAMES)
+    if worst >= MAX_SKIPPED_IN_A_ROW:
+        raise FloatingPointError(
+            f"{worst} updates in a row were not finite and were left out; lower the learning "
+            "rate, or look at the last rows of rollouts/."
+        )

@@ -16,7 +16,7 @@ from jaxrlhf.optimizers import OptimizerHyper
 from jaxrlhf.rewards.scoring import Scores
 from jaxrlhf.rollout.sampling import step_key
 from jaxrlhf.trainers import ppo
-from jaxrlhf.trainers.update import init_train_state
+from jaxrlhf.trainers.update import init_train_state, summarize
 
 
 def test_every_number_reaches_its_place(config):
@@ -223,25 +223,37 @@ def test_the_run_starts_only_where_ratio_is_1_and_kl_is_0(iteration, capsys):
         ppo_steps.check_start(view, model, fresh, rollout, evaluation, hot)
 
 
-def test_three_updates_that_are_not_finite_stop_the_run(iteration, refused):
+def test_three_updates_in_a_row_that_are_not_finite_stop_the_run(iteration, refused):
+    """Wherever they stand in a step, and across steps: a good one after them is no excuse."""
     _, rollout, scores, _ = iteration.rollout(9, 1.0)
     _, good, _ = iteration.experience(rollout, scores)
     bad = dataclasses.replace(good, advantages=jnp.full_like(good.advantages, jnp.nan))
     before = jax.device_get(iteration.actor.params)
-    iteration.update(bad, 1)  # two updates
-    ppo_steps.check_updates(iteration.actor, iteration.critic)
+    history = [iteration.update(bad, 1)]  # two updates, of which the metrics are the second's
+    ppo_steps.check_updates(summarize(history))
     assert jax.tree.all(
         jax.tree.map(np.array_equal, before, jax.device_get(iteration.actor.params))
     )
-    iteration.update(good, 1)
-    assert int(iteration.actor.skipped_in_a_row) == 0
-    for _ in range(2):
-        iteration.update(bad, 1)
-    assert int(iteration.actor.skipped) == 6
-    sentence = refused(ppo_steps.check_updates, iteration.actor, iteration.critic)
+    history += [iteration.update(bad, 1), iteration.update(good, 1)]
+    sentence = refused(ppo_steps.check_updates, summarize(history))
     assert sentence.startswith("4 updates in a row were not finite and were left out; lower the")
+    history = [iteration.update(good, 1), iteration.update(bad, 1)]
+    ppo_steps.check_updates(summarize(history))
+    refused(ppo_steps.check_updates, {"value/skipped_in_a_row_max": 3.0})
+    ppo_steps.check_updates({"value/skipped_in_a_row_max": 2.0})
     iteration.update(good, 1)
-    ppo_steps.check_updates(iteration.actor, iteration.critic)
+
+
+def test_rows_that_are_all_left_out_are_no_observation_of_the_kl(config, iteration):
+    config.update_from_flattened_dict({"kl.target": 0.02, "kl.horizon": 100.0})
+    control, state = ppo_steps.kl_controller(Settings(config)), init_kl_state(0.1)
+    _, rollout, scores, _ = iteration.rollout(9, 1.0)
+    for scored, moves in (([True] * 8, True), ([False] * 7 + [True], True), ([False] * 8, False)):
+        told = Scores(scores.scores, {}, np.array(scored), ())
+        _, experience, metrics = iteration.experience(rollout, told)
+        observed = ppo_steps.observed_kl(metrics, experience)
+        assert (control(state, observed, 8).coef != state.coef) == moves
+        assert not moves or observed == metrics["kl/k1_token_mean"]
 
 
 def test_unscored_rows_are_told_and_train_nothing(iteration, capsys):
