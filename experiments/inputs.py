@@ -14,7 +14,7 @@ from jaxrlhf.evaluate import responses_text, validate
 from jaxrlhf.models import hf
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.progress import progress
-from jaxrlhf.rewards.scoring import Scores, load_scorer, score_rows, scorer_name
+from jaxrlhf.rewards.scoring import Scores, find_unscorable, load_scorer, score_rows, scorer_name
 from jaxrlhf.rollout.native import NativeSampler
 from jaxrlhf.rollout.sampling import step_key
 from jaxrlhf.types import Rollout
@@ -51,12 +51,18 @@ def load_model(config: Settings, workdir: pathlib.Path) -> Model:
 def load_prompts(
     config: Settings, workdir: pathlib.Path, tokenizer: Any
 ) -> tuple[prompts.PromptDataset, prompts.PromptDataset]:
-    """Training and validation prompts, tokenised."""
+    """Training and validation prompts, checked by the scorer that will read them, and tokenised.
+
+    Raises:
+      TableError: a record that the scorer says it cannot score; under ``reward.on_error=skip``
+        all of a file's records.
+    """
     base = workdir if "embedded" in config else pathlib.Path()
     c = config.data
     out = []
     for file, limit in ((c.train_files, None), (c.val_files, c.max_val_prompts)):
         records = tables.read_table(base / file)[:limit]
+        _check_scorable(config, records, file)
         with progress(f"tokenising {file}", total=len(records), unit="prompts") as advance:
             dataset = prompts.tokenize_prompts(
                 records,
@@ -72,6 +78,21 @@ def load_prompts(
         )
         out.append(dataset)
     return out[0], out[1]
+
+
+def _check_scorable(config: Settings, records: list[tables.Record], file: str) -> None:
+    c = config.reward
+    problems = find_unscorable(load_scorer(c.function, c.kwargs.as_dict()), records)
+    if not problems:
+        return
+    row, reason = next(iter(problems.items()))
+    told = f"{tables.where(file, row)}: {reason}"
+    if c.on_error == "raise" or len(problems) == len(records):
+        raise tables.TableError(
+            f"{told} ({len(problems)} of {len(records)} rows cannot be scored; with "
+            "reward.on_error=skip such rows are counted and train nothing, as long as others can)."
+        )
+    print(f"{told} ({len(problems)} of {len(records)} rows cannot be scored and train nothing)")
 
 
 def make_sampler(config: Settings, model: Model) -> NativeSampler:
@@ -96,14 +117,22 @@ def make_decode(tokenizer: Any) -> Callable[[list[int]], str]:
 
 
 def make_scorer(config: Settings) -> Callable[..., Scores]:
-    """(prompt texts, response texts, records) -> Scores, by the config's function."""
+    """(prompt texts, response texts, records, places) -> Scores, by the config's function."""
     c = config.reward
     scorer = load_scorer(c.function, c.kwargs.as_dict())
     on_error = c.on_error
     print(f"scorer: {scorer_name(scorer)}")
-    return lambda prompts, responses, records: score_rows(
-        scorer, prompts, responses, records, on_error=on_error
+    return lambda prompts, responses, records, places=None: score_rows(
+        scorer, prompts, responses, records, places, on_error=on_error
     )
+
+
+def report_problems(scores: Scores, at_most: int = 5) -> None:
+    """Prints why rows have no score."""
+    for problem in scores.problems[:at_most]:
+        print(f"unscored: {problem}")
+    if (more := len(scores.problems) - at_most) > 0:
+        print(f"unscored: {more} more rows")
 
 
 def score_rollout(
@@ -114,9 +143,9 @@ def score_rollout(
     n = rollout.tokens.shape[0] // len(batch.records)
     responses = responses_text(rollout, decode)
     questions = [decode(ids) for ids in batch.token_ids for _ in range(n)]
-    scores = score(questions, responses, [r for r in batch.records for _ in range(n)])
-    for problem in scores.problems:
-        print(f"unscored: {problem}")
+    records, places = ([x for x in xs for _ in range(n)] for xs in (batch.records, batch.places))
+    scores = score(questions, responses, records, places)
+    report_problems(scores)
     return scores, {"prompts": questions, "responses": responses}
 
 
@@ -130,6 +159,7 @@ def make_validation(
     """params -> ``val/…`` metrics of greedy answers to all validation prompts."""
     decode = make_decode(model.tokenizer)
     key = step_key(config.seed, 0)  # greedy: no effect
+    places = [dataset.place(i) for i in range(len(dataset))]
 
     def run(params: Any) -> dict[str, float]:
         with progress("validation", total=len(dataset), unit="rows") as advance:
@@ -139,10 +169,11 @@ def make_validation(
                 prompts=dataset.token_ids,
                 records=dataset.records,
                 decode=decode,
-                score=score,
+                score=lambda *texts: score(*texts, places),
                 key=key,
                 on_progress=lambda tokens, rows, total: advance.update(rows),
             )
+        report_problems(result.scores)
         return result.metrics
 
     return run

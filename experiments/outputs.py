@@ -55,13 +55,26 @@ def make_writers(config: Settings, workdir: pathlib.Path, steps: int) -> Writers
 
 
 def row_columns(scores: Scores, rollout: Rollout, experience: Experience) -> dict[str, Any]:
-    """What is kept of each row beside its texts; the advantage is the mean over its tokens."""
+    """What is kept of each row beside its texts; the advantage is the mean over its tokens.
+
+    It is NaN for a row that trains nothing.
+    """
+    mask = experience.response_mask
+    means = masked_mean(experience.advantages, mask, axis=-1)
     return {
         "scores": scores.scores,
         "scored": scores.scored,
         "parts": scores.parts,
         "finish_reasons": rollout.finish_reason,
-        "advantages": masked_mean(experience.advantages, experience.response_mask, axis=-1),
+        "advantages": jnp.where(mask.any(axis=-1), means, jnp.nan),
+    }
+
+
+def part_metrics(scores: Scores) -> dict[str, float]:
+    """``reward/<part>/mean`` of every part, over the scored rows."""
+    return {
+        f"reward/{name}/mean": float(part[scores.scored].mean())
+        for name, part in scores.parts.items()
     }
 
 

@@ -391,7 +391,7 @@ class RolloutWriter:
           step: the step.
           prompts, responses: texts, B of each.
           scores, scored, parts: of ``rewards.scoring.Scores``, each [B]; an unscored row's score
-            is written as null.
+            is written as null, and so is every NaN.
           finish_reasons: i8[B], ``types.FINISH_*``.
           advantages: [B], each row's mean over its action tokens.
         """

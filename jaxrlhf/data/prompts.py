@@ -28,6 +28,7 @@ class PromptDataset:
       rows: where each stood in the table that it came from.
       filtered: how many rows were left out because their prompt was too long.
       truncated: how many prompts were cut.
+      source: the table's file, for messages.
     """
 
     records: list[Record]
@@ -35,18 +36,24 @@ class PromptDataset:
     rows: list[int]
     filtered: int = 0
     truncated: int = 0
+    source: PathLike = "records"
 
     def __len__(self) -> int:
         return len(self.records)
 
+    def place(self, prompt_id: int) -> str:
+        """Where a prompt's record stands, for messages."""
+        return where(self.source, self.rows[prompt_id])
+
 
 class PromptBatch(NamedTuple):
-    """P prompts: ids i32[P] into the dataset, their tokens and records, and the epoch."""
+    """P prompts: ids i32[P] into the dataset, their tokens and records, the epoch, their places."""
 
     prompt_ids: np.ndarray
     token_ids: list[list[int]]
     records: list[Record]
     epoch: int
+    places: list[str]
 
 
 def tokenize_prompts(
@@ -102,6 +109,7 @@ def tokenize_prompts(
         rows=rows,
         filtered=len(records) - len(rows),
         truncated=sum(long) if overlong == "truncate" else 0,
+        source=source,
     )
 
 
@@ -148,6 +156,7 @@ class PromptIterator:
             token_ids=[self.dataset.token_ids[i] for i in ids],
             records=[self.dataset.records[i] for i in ids],
             epoch=epoch,
+            places=[self.dataset.place(i) for i in ids],
         )
 
     def next(self) -> PromptBatch:

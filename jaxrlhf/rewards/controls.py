@@ -11,6 +11,8 @@ import numpy as np
 
 from jaxrlhf.rewards import gsm8k
 
+check_records = gsm8k.check_records  # what cannot be scored there cannot be scored here
+
 
 def shuffled_gsm8k(
     prompts: Sequence[Any],
@@ -19,8 +21,8 @@ def shuffled_gsm8k(
     *,
     format_score: float = 0.0,
     lenient: bool = False,
-) -> list[dict[str, float]]:
-    """GSM8K's scores, dealt out to the batch's rows at random.
+) -> list[dict[str, float] | ValueError]:
+    """GSM8K's scores, dealt out to the batch's scored rows at random.
 
     The scores that rows get are the same set, so reward statistics look as usual, but a row's own
     does not depend on what it says. The parts (``correct``, ``answer_found``) stay with their
@@ -34,5 +36,9 @@ def shuffled_gsm8k(
     """
     rows = gsm8k.score(prompts, responses, records, format_score=format_score, lenient=lenient)
     seed = zlib.crc32("\0".join(responses).encode("utf-8", "surrogatepass"))
-    order = np.random.default_rng(seed).permutation(len(rows))
-    return [{**row, "score": rows[i]["score"]} for row, i in zip(rows, order, strict=True)]
+    scored = [row for row in rows if isinstance(row, dict)]
+    dealt = iter(np.random.default_rng(seed).permutation(len(scored)))
+    return [
+        {**row, "score": scored[next(dealt)]["score"]} if isinstance(row, dict) else row
+        for row in rows
+    ]

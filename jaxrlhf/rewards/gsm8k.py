@@ -89,7 +89,7 @@ def score(
     *,
     lenient: bool = False,
     format_score: float = 0.0,
-) -> list[dict[str, float]]:
+) -> list[dict[str, float] | ValueError]:
     """Scores each row 1 if its number equals the ground truth's exactly.
 
     Args:
@@ -101,15 +101,16 @@ def score(
 
     Returns:
       Per row ``score``, ``correct`` and ``answer_found`` (0 or 1), and with ``lenient`` which
-      rule was used as ``used_<rule>``.
-
-    Raises:
-      ValueError: a ground truth is missing or is not a number; names the row.
+      rule was used as ``used_<rule>``. A row whose ground truth is missing or is not a number has
+      no score: a ValueError that says so stands in its place (see ``scoring.score_rows``).
     """
     del prompts
-    rows = []
-    for row, (response, record) in enumerate(zip(responses, records, strict=True)):
-        truth = _parse_truth(_ground_truth(record, row), row)
+    rows: list[dict[str, float] | ValueError] = []
+    for response, record in zip(responses, records, strict=True):
+        truth = _truth(record)
+        if isinstance(truth, ValueError):
+            rows.append(truth)
+            continue
         answer = extract_answer(response, lenient=lenient)
         correct = answer.value == truth
         found = answer.value is not None
@@ -124,13 +125,19 @@ def score(
     return rows
 
 
+def check_records(records: Sequence[Mapping[str, Any]]) -> dict[int, str]:
+    """Rows that cannot be scored whatever the response is: their numbers, and why."""
+    truths = enumerate(map(_truth, records))
+    return {row: str(truth) for row, truth in truths if isinstance(truth, ValueError)}
+
+
 def strict_verl(
     prompts: Sequence[Any],
     responses: Sequence[str],
     records: Sequence[Mapping[str, Any]],
     *,
     format_score: float = 0.0,
-) -> list[dict[str, float]]:
+) -> list[dict[str, float] | ValueError]:
     """Scores as verl's strict GSM8K scorer does, for comparison only.
 
     The last ``#### `` plus characters out of ``-0123456789.,`` within the last 300 characters,
@@ -138,11 +145,15 @@ def strict_verl(
     ``#### 18.`` and an answer followed by a long text all score 0.
     """
     del prompts
-    rows = []
-    for row, (response, record) in enumerate(zip(responses, records, strict=True)):
+    rows: list[dict[str, float] | ValueError] = []
+    for response, record in zip(responses, records, strict=True):
+        truth = _ground_truth(record)
+        if isinstance(truth, ValueError):
+            rows.append(truth)
+            continue
         found = re.findall(r"#### (-?[0-9.,]+)", response[-300:])
         answer = found[-1].replace(",", "").replace("$", "") if found else None
-        correct = answer is not None and answer == _ground_truth(record, row)
+        correct = answer is not None and answer == truth
         wrong = format_score if found else 0.0
         rows.append(
             {
@@ -198,20 +209,23 @@ def _value(match: re.Match[str]) -> Fraction | None:
     return -value if part["sign"] == "-" else value
 
 
-def _ground_truth(record: Mapping[str, Any], row: int) -> Any:
+def _ground_truth(record: Mapping[str, Any]) -> Any:
     reward_model = record.get("reward_model")
     if not isinstance(reward_model, Mapping) or reward_model.get("ground_truth") is None:
-        raise ValueError(f"Row {row} has no reward_model.ground_truth: add it to its record.")
+        return ValueError("there is no reward_model.ground_truth; add it to the record")
     return reward_model["ground_truth"]
 
 
-def _parse_truth(truth: Any, row: int) -> Fraction:
+def _truth(record: Mapping[str, Any]) -> Fraction | ValueError:
     """The whole ground truth must be one number; a currency or percent sign may surround it."""
+    truth = _ground_truth(record)
+    if isinstance(truth, ValueError):
+        return truth
     text = str(truth).strip().translate(_SAME_MEANING)
     match = _NUMBER.match(text)
     value = None
     if match is not None and not isinstance(truth, bool) and text[match.end() :] in ("", "%", "$"):
         value = _value(match)
     if value is None:
-        raise ValueError(f"Row {row}: the ground truth {truth!r} is not a number; correct it.")
+        return ValueError(f"the ground truth {truth!r} is not a number; correct it")
     return value

@@ -1,18 +1,25 @@
 """Calls a user's scorer and checks what comes back: no row's reward is ever made up.
 
 A scorer is any function ``score(prompts, responses, records)`` of three sequences with one entry
-per row; it returns one entry per row: a number, or a dict with ``score`` and named parts.
+per row; it returns one entry per row: a number, or a dict with ``score`` and named parts. For a row
+that it cannot score the entry is None, or an exception (not raised) whose text says why.
+
+A function ``check_records(records)`` beside the scorer, or an attribute of it, may say before the
+run which records no response could be scored for: ``{row: why}``.
 """
 
 import collections
 import functools
 import importlib
 import inspect
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+
+RETURN = "; return a finite number for every row"
 
 Scorer = Callable[[Sequence[Any], Sequence[str], Sequence[Mapping[str, Any]]], Any]
 
@@ -27,7 +34,7 @@ class Scores:
 
     Attributes:
       scores: f32[B], 0 where ``scored`` is False.
-      parts: named parts, each f32[B], 0 where ``scored`` is False.
+      parts: named parts, each f32[B], NaN where ``scored`` is False.
       scored: bool[B]; a row that is False has no reward and must get no gradient.
       problems: one sentence for each unscored row (or one for the whole call), for the log.
     """
@@ -80,11 +87,37 @@ def scorer_name(scorer: Scorer) -> str:
     return f"{module}.{name}({bound})" if bound else f"{module}.{name}"
 
 
+def find_unscorable(scorer: Scorer, records: Sequence[Mapping[str, Any]]) -> dict[int, str]:
+    """Asks the scorer which records it cannot score, whatever the response: ``{row: why}``.
+
+    Raises:
+      ScoringError: its ``check_records`` failed or returned something else.
+    """
+    name, function = scorer_name(scorer), scorer
+    while isinstance(function, functools.partial):
+        function = function.func
+    module = sys.modules.get(getattr(function, "__module__", None) or "")
+    check = getattr(function, "check_records", getattr(module, "check_records", None))
+    if check is None:
+        return {}
+    try:
+        found = check(records)
+    except Exception as error:
+        raise ScoringError(f"check_records of scorer {name} failed: {_told(error)}") from error
+    if not isinstance(found, Mapping):
+        raise ScoringError(
+            f"check_records of scorer {name} returned a {type(found).__name__}; return a dict of "
+            "row numbers and reasons."
+        )
+    return {int(row): str(reason) for row, reason in sorted(found.items())}
+
+
 def score_rows(
     scorer: Scorer,
     prompts: Sequence[Any],
     responses: Sequence[str],
     records: Sequence[Mapping[str, Any]],
+    places: Sequence[str] | None = None,
     *,
     on_error: str = "raise",
 ) -> Scores:
@@ -93,8 +126,9 @@ def score_rows(
     Args:
       scorer: see the module's text; ints and bools are taken as numbers.
       prompts, responses, records: one entry per row, each of length B.
+      places: where each record stands, such as ``train.parquet: row 3``, for messages.
       on_error: ``"raise"``, or ``"skip"``: the row (after an exception or a wrong length: every
-        row) is left unscored. None, NaN, inf, text and missing parts count as errors.
+        row) is left unscored. None, exceptions, NaN, inf, text and missing parts count as errors.
 
     Raises:
       ScoringError: under ``"raise"``, one sentence that names the row and its prompt's index.
@@ -110,13 +144,16 @@ def score_rows(
     try:
         returned = _as_rows(scorer(prompts, responses, records), len(records))
     except Exception as error:
-        problem = f"Scorer {name} failed: {type(error).__name__}: {error}"
+        problem = f"Scorer {name} failed: {_told(error)}"
         if on_error == "raise":
             raise ScoringError(problem) from error
         nothing = np.zeros(len(records), np.float32)
         return Scores(nothing, {}, nothing.astype(bool), (problem,))
     rows, faults = _read_rows(returned)
-    problems = [_sentence(name, row, records[row], fault) for row, fault in sorted(faults.items())]
+    problems = [
+        f"Scorer {name}, {_where(row, records, places)}: {fault}."
+        for row, fault in sorted(faults.items())
+    ]
     if problems and on_error == "raise":
         raise ScoringError(problems[0])
     return _stack(rows, len(records), tuple(problems))
@@ -177,33 +214,45 @@ def _read_rows(returned: list[Any]) -> tuple[dict[int, dict[str, float]], dict[i
     rows: dict[int, dict[str, float]] = {}
     faults: dict[int, str] = {}
     for index, entry in enumerate(returned):
+        if isinstance(entry, Exception):
+            faults[index] = _told(entry, plain=ValueError).rstrip(".")
+            continue
         try:
             rows[index] = _read_row(entry)
         except ValueError as error:
-            faults[index] = str(error)
+            faults[index] = f"its {error}{RETURN}"
     # Which parts belong to a row is decided by the majority, so that row order does not matter.
     counts = collections.Counter(tuple(sorted(row)) for row in rows.values())
     usual = max(sorted(counts), key=counts.__getitem__, default=())
     for index, row in list(rows.items()):
         if tuple(sorted(row)) != usual:
-            faults[index] = f"entry has {sorted(row)} where most rows have {list(usual)}"
+            faults[index] = (
+                f"its entry has {sorted(row)} where most rows have {list(usual)}{RETURN}"
+            )
             del rows[index]
     return rows, faults
 
 
-def _sentence(name: str, row: int, record: Mapping[str, Any], fault: str) -> str:
-    extra = record.get("extra_info")
+def _where(row: int, records: Sequence[Mapping[str, Any]], places: Sequence[str] | None) -> str:
+    extra = records[row].get("extra_info")
     index = extra.get("index") if isinstance(extra, Mapping) else None
-    where = f"row {row}" if index is None else f"row {row} (prompt index {index})"
-    return f"Scorer {name}, {where}: its {fault}; return a finite number for every row."
+    known = [] if places is None else [places[row]]
+    known += [] if index is None else [f"prompt index {index}"]
+    return f"row {row} ({', '.join(known)})" if known else f"row {row}"
+
+
+def _told(error: Exception, plain: type[Exception] = ScoringError) -> str:
+    """The exception on one line; of the kind ``plain`` its text alone."""
+    text = " ".join(str(error).split())
+    return text if type(error) is plain and text else f"{type(error).__name__}: {text}"
 
 
 def _stack(rows: dict[int, dict[str, float]], num_rows: int, problems: tuple[str, ...]) -> Scores:
     scored = np.zeros(num_rows, bool)
     names = next(iter(rows.values())) if rows else ()
-    columns = {name: np.zeros(num_rows, np.float32) for name in ("score", *names)}
+    columns = {name: np.full(num_rows, np.nan, np.float32) for name in ("score", *names)}
     for index, row in rows.items():
         scored[index] = True
         for name, value in row.items():
             columns[name][index] = value
-    return Scores(columns.pop("score"), columns, scored, problems)
+    return Scores(np.where(scored, columns.pop("score"), 0), columns, scored, problems)

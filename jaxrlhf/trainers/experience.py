@@ -64,7 +64,8 @@ def make_experience(
 
     Returns:
       (experience, metrics). KL metrics name estimator and unit: ``kl/k1_token_mean`` in nats per
-      action token, ``kl/k1_sequence_mean`` in nats per row.
+      action token, ``kl/k1_sequence_mean`` in nats per row. Those of ``reward/`` are NaN when no
+      row has a score to train on.
 
     Raises:
       ValueError: no values, a KL without a reference, or a coefficient without effect.
@@ -165,13 +166,13 @@ def _rollout_metrics(
 
 
 def _score_metrics(scores: jax.Array, keep: jax.Array) -> dict[str, jax.Array]:
-    any_row = keep.any()
-    return {
+    metrics = {
         "reward/mean": masked_mean(scores, keep),
         "reward/std": jnp.sqrt(masked_var(scores, keep)),
-        "reward/min": jnp.where(any_row, jnp.where(keep, scores, jnp.inf).min(), 0),
-        "reward/max": jnp.where(any_row, jnp.where(keep, scores, -jnp.inf).max(), 0),
+        "reward/min": jnp.where(keep, scores, jnp.inf).min(),
+        "reward/max": jnp.where(keep, scores, -jnp.inf).max(),
     }
+    return {name: jnp.where(keep.any(), value, jnp.nan) for name, value in metrics.items()}
 
 
 def _kl_metrics(evaluation: Evaluation, mask: jax.Array, keep: jax.Array) -> dict[str, jax.Array]:

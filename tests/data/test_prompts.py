@@ -59,6 +59,7 @@ def test_an_epoch_is_full_batches_without_repeats(size, data):
             assert b.prompt_ids.dtype == np.int32
             assert b.records == [{"n": i} for i in b.prompt_ids]
             assert b.token_ids == [[i, i + 1] for i in b.prompt_ids]
+            assert b.places == [f"records: row {i}" for i in b.prompt_ids]
 
 
 def test_orders_differ_by_epoch_and_seed_and_nothing_else():
@@ -135,6 +136,7 @@ def test_overlong_prompts_are_counted(words, records, overlong, rows, filtered, 
         on_progress=lambda *a: seen.append(a),
     )
     assert dataset.rows == rows
+    assert dataset.place(len(rows) - 1) == "records: row 2"
     assert dataset.records == [records[i] for i in rows]
     assert dataset.token_ids == [whole.token_ids[i][-8:] for i in rows]
     assert (dataset.filtered, dataset.truncated) == (filtered, truncated)

@@ -1,5 +1,6 @@
 import shutil
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pyarrow as pa
@@ -9,6 +10,9 @@ import pytest
 from configs.gsm8k import get_config
 from experiments import inputs
 from experiments.settings import Settings
+from jaxrlhf.data import tables
+from jaxrlhf.data.prompts import PromptIterator
+from jaxrlhf.rewards.scoring import score_rows
 
 
 def test_a_model_comes_with_what_belongs_to_it(workdir, capsys):
@@ -72,6 +76,75 @@ def test_prompts_that_cannot_be_used(config, workdir, model, tmp_path, refused):
     assert "column data_source is missing (it has text)" in sentence()
     config.data.train_files = str(tmp_path / "train.csv")
     assert "only .parquet and .jsonl" in sentence()
+
+
+@pytest.fixture
+def spoil(config, workdir, tmp_path):
+    """Writes copies of the tables in which some rows' ground truths are no numbers."""
+
+    def write(**rows):
+        for key, bad in rows.items():
+            records = tables.read_table(workdir / f"data/{key}.parquet")
+            for row in bad:
+                records[row]["reward_model"]["ground_truth"] = "eighteen"
+            tables.write_table(tmp_path / f"{key}.jsonl", records)
+            config.data[f"{key}_files"] = str(tmp_path / f"{key}.jsonl")
+
+    return write
+
+
+@pytest.mark.parametrize("key", ["train", "val"])
+@pytest.mark.parametrize("function", ["gsm8k.score", "controls.shuffled_gsm8k"])
+def test_a_record_that_no_response_could_answer_is_told_first(
+    config, workdir, model, spoil, key, function, capsys, refused
+):
+    config.reward.function = f"jaxrlhf.rewards.{function}"
+    spoil(**{key: [2, 5]})
+    told = f"{key}.jsonl: row 2 (line 3): the ground truth 'eighteen' is not a number; correct it "
+    sentence = refused(inputs.load_prompts, Settings(config), workdir, model.tokenizer)
+    assert told in sentence
+    assert "2 of " in sentence
+    config.reward.on_error = "skip"
+    capsys.readouterr()
+    train, val = inputs.load_prompts(Settings(config), workdir, model.tokenizer)
+    assert (len(train), len(val)) == (12, 8)
+    assert told in capsys.readouterr().out
+    spoil(**{key: range(len(val if key == "val" else train))})
+    assert told.replace("2 (line 3)", "0 (line 1)") in refused(
+        inputs.load_prompts, Settings(config), workdir, model.tokenizer
+    )
+
+
+def test_one_bad_row_costs_one_row(config, workdir, model, spoil, capsys):
+    """In validation and in training, and both name it by its file."""
+    config.reward.on_error = "skip"
+    spoil(train=[5], val=[3])
+    view = Settings(config)
+    train, val = inputs.load_prompts(view, workdir, model.tokenizer)
+    score, sampler = inputs.make_scorer(view), inputs.make_sampler(view, model)
+    metrics = inputs.make_validation(view, sampler, val, score, model)(model.params)
+    assert metrics["val/unscored_fraction"] == 1 / 8
+    out = capsys.readouterr().out
+    assert out.count("unscored: ") == 1
+    assert "val.jsonl: row 3 (line 4), prompt index 3): the ground truth 'eighteen'" in out
+    batch = PromptIterator(train, 12, seed=0).next()
+    rollout = sampler.generate(
+        model.params, batch.token_ids, prompt_ids=batch.prompt_ids.tolist(),
+        key=jax.random.key(0), samples_per_prompt=2,
+    )  # fmt: skip
+    scores, _ = inputs.score_rollout(rollout, batch, score, model)
+    unscored = np.flatnonzero(~scores.scored)
+    assert (batch.prompt_ids[unscored // 2] == 5).all()
+    assert len(unscored) == 2
+    assert capsys.readouterr().out.count("train.jsonl: row 5 (line 6), prompt index 5): ") == 2
+
+
+def test_of_many_unscored_rows_a_few_are_printed(capsys):
+    scores = score_rows(lambda *_: [None] * 9, "a" * 9, "b" * 9, [{}] * 9, on_error="skip")
+    inputs.report_problems(scores)
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 6
+    assert lines[-1] == "unscored: 4 more rows"
 
 
 def scorer(entries):

@@ -1,5 +1,6 @@
 import json
 import math
+import types
 
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +9,9 @@ import pytest
 from experiments import outputs
 from experiments.settings import Settings
 from jaxrlhf.figures import training_curves
+from jaxrlhf.metrics import RolloutWriter
 from jaxrlhf.models import hf
+from jaxrlhf.rewards.scoring import score_rows
 
 
 def test_writers(config, tmp_path, capsys, refused):
@@ -23,6 +26,24 @@ def test_writers(config, tmp_path, capsys, refused):
     config.logging.writers = ("print", "jsonl")
     sentence = refused(outputs.make_writers, Settings(config), tmp_path, 3)
     assert sentence.startswith("logging.writers names ['print']; choose from console, tensorboard")
+
+
+def test_what_was_not_scored_is_null(tmp_path):
+    """In the rows that are kept, and in the means of the parts."""
+    entries = [{"score": 0.5, "correct": 1}, None, {"score": 0, "correct": 0}]
+    scores = score_rows(lambda *_: entries, "abc", "def", [{}] * 3, on_error="skip")
+    assert outputs.part_metrics(scores) == {"reward/correct/mean": 0.5}
+    nothing = score_rows(lambda *_: [None] * 3, "abc", "def", [{}] * 3, on_error="skip")
+    assert outputs.part_metrics(nothing) == {}
+    mask = jnp.asarray(scores.scored[:, None] & np.array([False, True, True]))
+    rollout = types.SimpleNamespace(finish_reason=jnp.zeros(3, jnp.int8))
+    experience = types.SimpleNamespace(advantages=2.0 * mask, response_mask=mask)
+    columns = outputs.row_columns(scores, rollout, experience)
+    path = RolloutWriter(tmp_path).write(1, prompts="abc", responses="def", **columns)
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [row["score"] for row in rows] == [0.5, None, 0.0]
+    assert [row["parts"]["correct"] for row in rows] == [1.0, None, 0.0]
+    assert [row["advantage"] for row in rows] == [2.0, None, 2.0]
 
 
 @pytest.mark.parametrize("name", ["val/accuracy", "val/score"])

@@ -3,7 +3,7 @@
 import numpy as np
 
 from jaxrlhf.rewards import controls, gsm8k
-from jaxrlhf.rewards.scoring import load_scorer, score_rows
+from jaxrlhf.rewards.scoring import find_unscorable, load_scorer, score_rows
 
 
 def _batch(n):
@@ -19,6 +19,17 @@ def test_scores_are_a_permutation_and_parts_stay():
     np.testing.assert_array_equal(np.sort(shuffled.scores), np.sort(true.scores))
     np.testing.assert_array_equal(shuffled.parts["correct"], true.parts["correct"])
     assert abs(np.corrcoef(shuffled.scores, true.scores)[0, 1]) < 0.15
+
+
+def test_a_row_without_a_score_takes_part_in_nothing():
+    prompts, responses, records = _batch(40)
+    for row in (3, 20):  # one with a wrong answer, one with a right one
+        records[row] = {"reward_model": {"ground_truth": "none"}}
+    scorer = load_scorer("jaxrlhf.rewards.controls.shuffled_gsm8k")
+    shuffled = score_rows(scorer, prompts, responses, records, on_error="skip")
+    assert np.flatnonzero(~shuffled.scored).tolist() == [3, 20]
+    assert shuffled.scores.sum() == 9
+    assert find_unscorable(scorer, records) == gsm8k.check_records(records) != {}
 
 
 def test_the_same_batch_is_dealt_the_same_way_and_another_one_differently():

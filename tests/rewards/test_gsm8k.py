@@ -1,5 +1,6 @@
 """GSM8K's scorer: every format of the specification, and bounded time on any text."""
 
+import re
 import time
 from fractions import Fraction
 
@@ -157,16 +158,22 @@ def test_format_score_makes_fractional_rewards():
 @pytest.mark.parametrize(
     "truth", ["eighteen", "", "18 dollars", "#### 18", "1,00", True, "nan", []]
 )
-def test_a_ground_truth_that_is_no_number_names_the_row(truth):
-    with pytest.raises(ValueError, match=r"Row 1: the ground truth .* is not a number"):
-        gsm8k.score(["?"] * 2, ["#### 18"] * 2, [record("18"), record(truth)])
+def test_a_ground_truth_that_is_no_number_is_one_row_without_a_score(truth):
+    records = [record("18"), record(truth), record("19")]
+    good, bad, wrong = gsm8k.score(["?"] * 3, ["#### 18"] * 3, records)
+    assert (good["score"], wrong["score"]) == (1.0, 0.0)
+    assert re.fullmatch(r"the ground truth .* is not a number; correct it", str(bad))
+    assert gsm8k.check_records(records) == {1: str(bad)}
 
 
 @pytest.mark.parametrize("broken", [{}, {"reward_model": None}, record(None)])
-def test_a_missing_ground_truth_names_the_row(broken):
-    for scorer in (gsm8k.score, gsm8k.strict_verl):
-        with pytest.raises(ValueError, match=r"Row 0 has no reward_model\.ground_truth"):
-            scorer(["?"], ["#### 18"], [broken])
+@pytest.mark.parametrize("scorer", [gsm8k.score, gsm8k.strict_verl])
+def test_a_missing_ground_truth_is_one_row_without_a_score(scorer, broken):
+    records = [broken, record("18")]
+    bad, good = scorer(["?"] * 2, ["#### 18"] * 2, records)
+    assert "there is no reward_model.ground_truth" in str(bad)
+    assert good["score"] == 1.0
+    assert gsm8k.check_records(records) == {0: str(bad)}
 
 
 @pytest.mark.parametrize("truth", ["18", 18, 18.0, "$18", "18%", " 18 ", "18.00"])

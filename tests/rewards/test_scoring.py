@@ -7,7 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrlhf.rewards.scoring import ScoringError, load_scorer, score_rows, scorer_name
+from jaxrlhf.rewards.scoring import (
+    ScoringError,
+    find_unscorable,
+    load_scorer,
+    score_rows,
+    scorer_name,
+)
 
 RECORDS = [{"extra_info": {"index": 40 + i}} for i in range(3)]
 NAN = float("nan")
@@ -63,6 +69,8 @@ BAD_ROWS = [
     ([{"score": 0.5, "a": 1}, {"score": 1}, {"score": 1, "a": 1}], r"has \['score'\] where most"),
     ([{"score": 0.5, "a": 1}, {"score": 1, "a": NAN}, {"score": 1, "a": 1}], "part 'a' is nan"),
     ([{"score": 0.5, "a": 1}, {"score": 1, "a": "x"}, {"score": 1, "a": 1}], "part 'a' is 'x'"),
+    ([0.5, ValueError("no truth; add it"), 1.0], r": no truth; add it\.$"),
+    ([{"score": 0.5, "a": 1}, KeyError("x"), {"score": 1, "a": 1}], r": KeyError: 'x'\.$"),
 ]
 
 
@@ -77,9 +85,53 @@ def test_a_row_without_a_reward_is_skipped_by_setting(returned, message):
     result = rows(returned, "skip")
     assert result.scored.tolist() == [True, False, True]
     np.testing.assert_array_equal(result.scores, np.float32([0.5, 0, 1]))
-    assert all(column[1] == 0 for column in result.parts.values())
+    for column in result.parts.values():
+        np.testing.assert_array_equal(np.isnan(column), ~result.scored)
     assert len(result.problems) == 1
     assert "row 1 (prompt index 41)" in result.problems[0]
+
+
+@pytest.mark.parametrize("entry", [None, ValueError("unknown"), {"score": NAN}])
+def test_a_row_is_named_by_where_its_record_stands(entry):
+    places = [f"train.jsonl: row {i}" for i in (12, 3, 9)]
+    for records, known in ((RECORDS, ", prompt index 42"), ([{}] * 3, "")):
+        with pytest.raises(ScoringError) as error:
+            score_rows(lambda *_: [1, 2, entry], "abc", "def", records, places)
+        assert f", row 2 (train.jsonl: row 9{known}): " in str(error.value)
+
+
+class Careful:
+    """A scorer with an opinion of its own on records."""
+
+    def __call__(self, prompts, responses, records, *, bonus=0.0):
+        return [bonus] * len(records)
+
+    def check_records(self, records):
+        return {i: "is odd" for i, record in enumerate(records) if record.get("n", 0) % 2}
+
+
+def test_a_scorer_may_check_records_before_the_run():
+    """As an attribute, or a function beside it; a scorer without either finds nothing."""
+    records = [{"n": n, "reward_model": {"ground_truth": "x" * n}} for n in (0, 1, 2)]
+    assert find_unscorable(Careful(), records) == {1: "is odd"}
+    assert find_unscorable(functools.partial(Careful(), bonus=1.0), records) == {1: "is odd"}
+    beside = load_scorer("jaxrlhf.rewards.gsm8k.score", {"lenient": True})
+    assert list(find_unscorable(beside, records)) == [0, 1, 2]
+    assert find_unscorable(raise_key_error, records) == {}
+
+
+@pytest.mark.parametrize(
+    ("check", "message"),
+    [(lambda records: records[7], "failed: IndexError: "), (len, "returned a int; return a dict")],
+)
+def test_a_check_of_records_that_fails_is_named(check, message):
+    scorer = functools.partial(raise_key_error)
+    scorer.func.check_records = check
+    try:
+        with pytest.raises(ScoringError, match=f"raise_key_error {message}"):
+            find_unscorable(scorer, [{}])
+    finally:
+        del scorer.func.check_records
 
 
 def raise_key_error(*_):

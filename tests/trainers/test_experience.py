@@ -142,10 +142,12 @@ def test_bad_rows_are_counted_and_change_nothing_else(uneven, evaluation, field,
         np.testing.assert_array_equal(metrics[name], clean[name], err_msg=name)
 
 
-def test_nothing_scored_is_finite_and_weightless(uneven, evaluation):
+def test_nothing_scored_is_weightless_and_no_reward_is_made_up(uneven, evaluation):
     got, metrics = make_experience(uneven, evaluation, SCORES, ~ALL, **NUMBERS, **KL["reward"])
     assert not got.response_mask.any()
     assert not got.loss_weights.any()
+    rewards = [metrics.pop(f"reward/{name}") for name in ("mean", "std", "min", "max")]
+    assert np.isnan(rewards).all()
     assert all(np.isfinite(x).all() for x in jax.tree.leaves((got, metrics)))
     assert metrics["reward/unscored_fraction"] == 1
 
