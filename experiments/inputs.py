@@ -31,14 +31,17 @@ class Model(NamedTuple):
     directory: pathlib.Path
 
 
-def load_model(config: Settings, workdir: pathlib.Path) -> Model:
-    """Opens ``model.path`` (made first, in the embedded recipe) with its tokenizer."""
+def load_model(
+    config: Settings, workdir: pathlib.Path, check: Callable[[], None] = lambda: None
+) -> Model:
+    """Opens ``model.path`` (made first, in the embedded recipe, with ``check``) and its tokenizer."""
     if "embedded" in config:
-        embedded.prepare(config, workdir)
+        embedded.prepare(config, workdir, check)
         directory = workdir / config.model.path
     else:
         directory = hf.resolve(config.model.path)
-    tokenizer = load_tokenizer(directory)
+    hf.load_config(directory)  # says soonest and plainest what is no model directory
+    tokenizer = load_tokenizer(directory, require_chat_template=False)  # prompts may be plain text
     stop_ids = hf.stop_ids(directory, tokenizer.eos_token_id)
     if ignored := hf.ignored_generation_fields(directory):
         print(f"generation_config.json: these settings are not used: {ignored}")
@@ -155,13 +158,21 @@ def make_validation(
     dataset: prompts.PromptDataset,
     score: Callable[..., Scores],
     model: Model,
+    check: Callable[[], None] = lambda: None,
 ) -> Callable[[Any], dict[str, float]]:
-    """params -> ``val/…`` metrics of greedy answers to all validation prompts."""
+    """params -> ``val/…`` metrics of greedy answers to all validation prompts.
+
+    ``check`` is called as they come; what it raises ends the validation.
+    """
     decode = make_decode(model.tokenizer)
     key = step_key(config.seed, 0)  # greedy: no effect
     places = [dataset.place(i) for i in range(len(dataset))]
 
     def run(params: Any) -> dict[str, float]:
+        def on_progress(tokens: int, rows: int, total: int) -> None:
+            advance.update(rows)
+            check()
+
         with progress("validation", total=len(dataset), unit="rows") as advance:
             result = validate(
                 sampler,
@@ -171,7 +182,7 @@ def make_validation(
                 decode=decode,
                 score=lambda *texts: score(*texts, places),
                 key=key,
-                on_progress=lambda tokens, rows, total: advance.update(rows),
+                on_progress=on_progress,
             )
         report_problems(result.scores)
         return result.metrics

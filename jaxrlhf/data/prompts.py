@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxrlhf.data.chat import encode_prompt
-from jaxrlhf.data.tables import PathLike, Record, where
+from jaxrlhf.data.tables import PathLike, Record, TableError, where
 
 OVERLONG = ("filter", "truncate", "error")
 
@@ -80,11 +80,13 @@ def tokenize_prompts(
       on_progress: called with (prompts done, prompts in all).
 
     Raises:
-      ValueError: an overlong prompt under "error" or an empty one (file and row are named), or
-        no prompt is left.
+      ValueError: an overlong prompt under "error" or an empty one (file and row are named), a
+        list of messages but no chat template, or no prompt is left.
+      TableError: a prompt that the template or the tokenizer does not take.
     """
     if overlong not in OVERLONG:
         raise ValueError(f"overlong={overlong!r} is unknown; use one of {', '.join(OVERLONG)}.")
+    _check_template(records, tokenizer, source)
     encoded = []
     for row, record in enumerate(records):
         place = where(source, row)
@@ -199,14 +201,27 @@ def epoch_order(seed: int, epoch: int, size: int) -> np.ndarray:
     return np.random.default_rng([seed, epoch]).permutation(size).astype(np.int32)
 
 
+def _check_template(records: Sequence[Record], tokenizer: Any, source: PathLike) -> None:
+    chats = (row for row, record in enumerate(records) if not isinstance(record["prompt"], str))
+    row = next(chats, None)
+    if row is not None and tokenizer.chat_template is None:
+        raise ValueError(
+            f"{tokenizer.name_or_path}: has no chat template, and the prompt of "
+            f"{where(source, row)} is a list of messages; add a chat_template.jinja to the "
+            "tokenizer's directory or write all prompts as plain text."
+        )
+
+
 def _encode(
     tokenizer: Any, record: Record, options: Mapping[str, Any] | None, place: str
 ) -> list[int]:
     try:
         ids = encode_prompt(tokenizer, record["prompt"], template_options=options)
     except Exception as error:
-        error.add_note(f"while encoding the prompt of {place}")
-        raise
+        said = " ".join(f"{type(error).__name__}: {error}".split())
+        raise TableError(
+            f"{place}: prompt cannot be encoded ({said[:300]}); correct it or the chat template."
+        ) from error
     if not ids:
         raise ValueError(f"{place}: prompt has no tokens; remove the row.")
     return ids

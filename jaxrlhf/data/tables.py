@@ -207,6 +207,18 @@ def _text(value: Any, place: str) -> str:
         raise _wrong(place, value, "a string")
     if not value.strip():
         raise TableError(f"{place}: is an empty string; fill it in or remove the row.")
+    return _whole(value, place)
+
+
+def _whole(value: str, place: str) -> str:
+    """JSON can name half of a surrogate pair, which no tokenizer and no file takes."""
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise TableError(
+            f"{place}: holds {value[error.start]!r}, half a surrogate pair, at character "
+            f"{error.start}; correct the text."
+        ) from error
     return value
 
 
@@ -233,6 +245,7 @@ def _message(value: Any, place: str) -> dict[str, Any]:
     _text(value.get("role"), f"{place}.role")
     if not isinstance(value.get("content"), str):
         raise _wrong(f"{place}.content", value.get("content"), "a string")
+    _whole(value["content"], f"{place}.content")
     return {key: item for key, item in value.items() if item is not None}
 
 

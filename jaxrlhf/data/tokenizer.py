@@ -32,6 +32,7 @@ CHAT_TEMPLATE = (
 )
 
 _PROBE = "Tom's 3 red hats cost $12.50 each.\nHow much for 10?\n#### 125"
+_VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", "tokenizer.model")
 _SPACE = "▁"
 # A word (with its apostrophes), a digit, a run of '#', a line break, or any other character.
 _PIECES = rf"{_SPACE}?(?:[^\W\d_]+(?:'[^\W\d_]+)*|\d|#+|[^\s\w{_SPACE}]|_)|{_SPACE}|\n"
@@ -83,17 +84,18 @@ def load_tokenizer(directory: str | os.PathLike[str], *, require_chat_template: 
 
     Raises:
       FileNotFoundError: there is no such directory.
-      ValueError: no eos token, no chat template where one is needed, or ids that disagree with
-        the directory's own tokenizer.json.
+      ValueError: files that are missing or cannot be read, no eos token, no chat template where
+        one is needed, or ids that disagree with the directory's own tokenizer.json.
     """
     if not os.path.isdir(directory):
         raise FileNotFoundError(f"{directory}: is no directory; give one with tokenizer files.")
-    tokenizer = AutoTokenizer.from_pretrained(os.fspath(directory), trust_remote_code=False)
+    tokenizer, ids = _open(pathlib.Path(directory))
     if tokenizer.eos_token_id is None:
         raise ValueError(f"{directory}: has no eos token; set eos_token in tokenizer_config.json.")
     if require_chat_template and tokenizer.chat_template is None:
         raise ValueError(f"{directory}: has no chat template; add a chat_template.jinja to it.")
-    _check_ids(tokenizer, pathlib.Path(directory))
+    if ids is not None:
+        _check_ids(tokenizer, ids, directory)
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
@@ -114,16 +116,39 @@ def _word_level(vocabulary: dict[str, int], special: list[str]) -> Tokenizer:
     return tokenizer
 
 
-def _check_ids(tokenizer: Any, directory: pathlib.Path) -> None:
+def _open(directory: pathlib.Path) -> tuple[Any, list[int] | None]:
+    """The tokenizer, and what the directory's tokenizer.json itself makes of the probe."""
+    file = directory / "tokenizer.json"
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(os.fspath(directory), trust_remote_code=False)
+        if not file.exists():
+            return tokenizer, None
+        return tokenizer, Tokenizer.from_file(str(file)).encode(
+            _PROBE, add_special_tokens=False
+        ).ids
+    except Exception as error:
+        raise ValueError(_why_it_does_not_open(directory, error)) from error
+
+
+def _why_it_does_not_open(directory: pathlib.Path, error: Exception) -> str:
+    """Names the file at fault where it can be told; transformers speaks of other things."""
+    if not any((directory / name).exists() for name in _VOCABULARIES):
+        return f"{directory / _VOCABULARIES[0]} is missing; give a directory with a tokenizer."
+    for path in sorted(directory.glob("*.json")):
+        try:
+            json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as fault:
+            return f"{path} cannot be read as JSON ({fault}); fetch it again."
+    said = " ".join(f"{type(error).__name__}: {error}".split())
+    return f"{directory}: its tokenizer files cannot be opened ({said[:300]}); fetch them again."
+
+
+def _check_ids(tokenizer: Any, wanted: list[int], directory: str | os.PathLike[str]) -> None:
     """Refuses a class that reads tokenizer.json as something that it is not.
 
     transformers 5 opens every folder of model type qwen2 as its byte-pair class, whatever class
     tokenizer_config.json names: a word-level tokenizer then drops most words without a sound.
     """
-    file = directory / "tokenizer.json"
-    if not file.exists():
-        return
-    wanted = Tokenizer.from_file(str(file)).encode(_PROBE, add_special_tokens=False).ids
     if tokenizer.encode(_PROBE, add_special_tokens=False) != wanted:
         raise ValueError(
             f"{directory}: opens as {type(tokenizer).__name__}, whose ids differ from its own "

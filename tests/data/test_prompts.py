@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxrlhf.data.prompts import PromptDataset, PromptIterator, epoch_order, tokenize_prompts
+from jaxrlhf.data.tables import TableError
 
 
 def _dataset(n):
@@ -114,6 +115,15 @@ def test_a_position_in_other_data_is_refused(other, key):
         other.restore({"batches_drawn": 1})
 
 
+def test_a_chat_template_is_needed_only_for_messages(words, record):
+    words.chat_template = None
+    plain = [record(prompt="Tom has 3."), record(prompt="There are 4.")]
+    dataset = tokenize_prompts(plain, words, max_prompt_length=100)
+    assert dataset.token_ids == [words.encode(row["prompt"]) for row in plain]
+    with pytest.raises(ValueError, match=r"no chat template, and the prompt of t\.parquet: row 2 "):
+        tokenize_prompts([*plain, record()], words, max_prompt_length=100, source="t.parquet")
+
+
 @pytest.fixture
 def records(record):
     contents = ["Tom has 3.", "Tom has 3 apples and buys 4 more.", "There are 3."]
@@ -159,9 +169,17 @@ def test_an_overlong_prompt_as_an_error_is_named(words, records):
 
 def test_a_prompt_that_cannot_be_encoded_is_named(words, record):
     bad = record(prompt=[{"role": "tool", "content": "x"}])
-    with pytest.raises(Exception, match="unknown role tool") as caught:
-        tokenize_prompts([bad], words, max_prompt_length=8, source="t.parquet")
-    assert "t.parquet: row 0" in caught.value.__notes__[0]
+    place = r"t.parquet: row 1: prompt cannot be encoded"
+    with pytest.raises(TableError, match=rf"^{place} \(TemplateError: unknown role tool\)"):
+        tokenize_prompts([record(), bad], words, max_prompt_length=99, source="t.parquet")
+    for prompt in (
+        [{"role": "user", "content": "a \ud83d"}],
+        "a \ud83d",
+    ):  # unless read_table saw it
+        with pytest.raises(TableError, match=rf"^{place} \(\w+: .+\); correct it"):
+            tokenize_prompts(
+                [record(), record(prompt=prompt)], words, max_prompt_length=99, source="t.parquet"
+            )
     words.chat_template = "{{ '' }}"
     with pytest.raises(ValueError, match=r"t.parquet: row 0: prompt has no tokens"):
         tokenize_prompts([record()], words, max_prompt_length=8, source="t.parquet")

@@ -152,6 +152,26 @@ def test_a_bad_row_is_named(record, tmp_path, change, message):
     assert not (tmp_path / "new.parquet").exists()
 
 
+@pytest.mark.parametrize(
+    ("prompt", "place"),
+    [
+        ("hi \ud83d", "prompt"),
+        ([{"role": "user", "content": "hi \ud83d"}], r"prompt\[0\].content"),
+        ([{"role": "us \ud83d", "content": "hi"}], r"prompt\[0\].role"),
+    ],
+)
+def test_half_a_surrogate_pair_is_named(record, tmp_path, prompt, place):
+    """Python's json reads it; parquet cannot hold it."""
+    (tmp_path / "t.jsonl").write_text(json.dumps(record(prompt=prompt)))
+    with pytest.raises(TableError, match=rf"row 0 \(line 1\): {place}: holds '\\ud83d', .* 3;"):
+        read_table(tmp_path / "t.jsonl")
+    with pytest.raises(TableError, match="record 0: prompt"):
+        write_table(tmp_path / "t.parquet", [record(prompt=prompt)])
+    whole = record(prompt="hi \U0001f600")
+    (tmp_path / "t.jsonl").write_text(json.dumps(whole))  # as two escapes
+    assert read_table(tmp_path / "t.jsonl") == [whole]
+
+
 @pytest.mark.parametrize("key", ["data_source", "prompt", "reward_model"])
 def test_a_missing_column_is_named(record, tmp_path, key):
     row = record()

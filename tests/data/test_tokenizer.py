@@ -108,6 +108,41 @@ def test_what_load_refuses(words_dir, tmp_path):
         load_tokenizer(tmp_path / "absent")
 
 
+FILES = ("tokenizer.json", "tokenizer_config.json")
+
+
+@pytest.mark.parametrize(
+    ("files", "content", "told"),
+    [
+        (FILES, None, "/tokenizer.json is missing; give a directory with a tokenizer."),
+        (FILES[:1], None, "/tokenizer.json is missing"),
+        (FILES[1:], None, ": "),  # without it nothing names the eos token
+        (FILES[:1], "{", "/tokenizer.json cannot be read as JSON (Expecting"),
+        (FILES[1:], '{"eos_token": ', "/tokenizer_config.json cannot be read as JSON (Expecting"),
+        (FILES[:1], "version https://git-lfs", "/tokenizer.json cannot be read as JSON"),
+        (FILES[:1], b"\xff\xfe{", "/tokenizer.json cannot be read as JSON"),
+        (FILES[:1], '{"model": {"type": "None"}}', ": its tokenizer files cannot be opened ("),
+        (FILES[1:], '{"tokenizer_class": 3}', ": "),
+    ],
+)
+@pytest.mark.parametrize("beside_a_model", [True, False])
+def test_missing_and_torn_files_are_named(
+    words_dir, tmp_path, files, content, told, beside_a_model
+):
+    shutil.copytree(words_dir, tmp_path / "m")
+    if beside_a_model:
+        (tmp_path / "m" / "config.json").write_text('{"model_type": "llama"}')
+    for file in files:
+        path = tmp_path / "m" / file
+        path.unlink()
+        if content is not None:
+            path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(ValueError) as error:
+        load_tokenizer(tmp_path / "m")
+    assert str(error.value).startswith(f"{tmp_path}/m{told}")
+    assert "\n" not in str(error.value)
+
+
 def test_a_missing_pad_token_is_eos(words_dir, tmp_path):
     tokenizer = load_tokenizer(_changed(words_dir, tmp_path / "a", pad_token=None))
     assert tokenizer.pad_token_id == tokenizer.eos_token_id

@@ -37,14 +37,38 @@ def test_a_model_from_elsewhere(config, workdir, tmp_path, monkeypatch, refused)
     assert inputs.load_model(Settings(config), tmp_path).config.num_layers == 1
 
 
-@pytest.mark.parametrize("file", ["model.safetensors", "config.json", "chat_template.jinja"])
+@pytest.mark.parametrize("file", ["model.safetensors", "config.json", "tokenizer.json", "*"])
 def test_a_model_with_a_file_missing_is_named(config, workdir, tmp_path, file, refused):
     directory = tmp_path / "model"
     shutil.copytree(workdir / "start_model", directory)
-    (directory / file).unlink()
+    for path in directory.glob(file):
+        path.unlink()
     del config.embedded
     config.model.path = str(directory)
-    assert str(directory) in refused(inputs.load_model, Settings(config), tmp_path)
+    name = "config.json" if file == "*" else file
+    assert f"{directory}/{name} is missing" in refused(
+        inputs.load_model, Settings(config), tmp_path
+    )
+
+
+def test_plain_prompts_need_no_chat_template(config, workdir, tmp_path, refused):
+    directory = tmp_path / "model"
+    shutil.copytree(workdir / "start_model", directory)
+    (directory / "chat_template.jinja").unlink()
+    records = tables.read_table(workdir / "data/train.parquet")
+    config.data.val_files = str(workdir / "data/val.parquet")  # lists of messages
+    config.data.train_files = str(tmp_path / "plain.parquet")
+    plain = [row | {"prompt": row["prompt"][0]["content"]} for row in records]
+    tables.write_table(config.data.train_files, plain)
+    del config.embedded
+    config.model.path = str(directory)
+    tokenizer = inputs.load_model(Settings(config), tmp_path).tokenizer
+    sentence = refused(inputs.load_prompts, Settings(config), tmp_path, tokenizer)
+    assert sentence.startswith(f"{directory}: has no chat template, and the prompt of ")
+    assert "val.parquet: row 0 is a list of messages" in sentence
+    config.data.val_files = config.data.train_files
+    train, _ = inputs.load_prompts(Settings(config), tmp_path, tokenizer)
+    assert train.token_ids[0] == tokenizer.encode(plain[0]["prompt"])
 
 
 def test_prompts(config, workdir, model, capsys, refused):
