@@ -169,7 +169,8 @@ def save(
 
     Everything is written beside ``directory`` and renamed at the end. A model directory that was
     there is replaced (it is moved aside just before, so a process killed between the two renames
-    leaves it under a hidden name); any other directory is refused.
+    leaves it under a hidden name); any other directory is refused. What earlier, killed saves left
+    beside it is cleared away first, so two processes must not save to one directory at a time.
 
     Args:
       directory: where to.
@@ -237,6 +238,7 @@ def _replacing(target: pathlib.Path) -> Iterator[pathlib.Path]:
     if target.exists() and not empty and not (target / CONFIG).is_file():
         raise FileExistsError(f"{target} exists and is no model directory: choose another name")
     target.parent.mkdir(parents=True, exist_ok=True)
+    _clear_leftovers(target)
     unique = f".{target.name}.{uuid.uuid4().hex}"
     partial, old = target.with_name(f"{unique}.partial"), target.with_name(f"{unique}.old")
     partial.mkdir()
@@ -253,6 +255,19 @@ def _replacing(target: pathlib.Path) -> Iterator[pathlib.Path]:
             old.rename(target)
         for leftover in (partial, old):
             shutil.rmtree(leftover, ignore_errors=True)
+
+
+def _clear_leftovers(target: pathlib.Path) -> None:
+    """Ends what killed saves began: puts the moved directory back where it is missing, removes."""
+    # Not a glob of the name, in which a model's brackets would be a pattern.
+    pattern = re.compile(rf"\.{re.escape(target.name)}\.[0-9a-f]{{32}}\.(partial|old)")
+    for path in list(target.parent.iterdir()):
+        if (match := pattern.fullmatch(path.name)) is None:
+            continue
+        if match[1] == "old" and not target.exists():
+            path.rename(target)
+        else:
+            shutil.rmtree(path)
 
 
 def _flush(path: pathlib.Path) -> None:

@@ -417,6 +417,26 @@ def test_a_killed_save_leaves_no_half_directory(write_checkpoint, tmp_path):
     assert len(list(tmp_path.glob(".*.partial"))) == 2
 
 
+def test_a_save_clears_away_what_killed_ones_left(write_checkpoint, tmp_path):
+    """Of its own name alone; a directory that was moved aside comes back where none took its place."""
+    params, config = hf.load(write_checkpoint("qwen2"))
+    (tmp_path / "run").mkdir()
+    theirs = {".best.partial", f".other.{'0' * 32}.partial", f".best.2.{'0' * 32}.partial"}
+    ours = {f".best.{'0' * 32}.partial", f".best.{'1' * 32}.old", f".best.{'2' * 32}.old"}
+    for name in [*theirs, *ours]:
+        (tmp_path / "run" / name).mkdir()
+        (tmp_path / "run" / name / "config.json").write_text("{}")
+    best = hf.save(tmp_path / "run" / "best", params, config, dtype="float32")
+    assert {path.name for path in best.parent.iterdir()} == {"best", *theirs}
+
+    best.rename(tmp_path / "run" / f".best.{'a' * 32}.old")
+    broken = params | {"final_norm": params["final_norm"].at[0].set(jnp.inf)}
+    with pytest.raises(ValueError, match="is not finite"):
+        hf.save(best, broken, config, dtype="float32")
+    assert {path.name for path in best.parent.iterdir()} == {"best", *theirs}
+    hf.load(best)
+
+
 def test_save_refuses_wrong_trees_dtypes_and_places(write_checkpoint, tmp_path):
     params, config = hf.load(write_checkpoint("qwen2"))
     target = tmp_path / "saved"
