@@ -42,16 +42,18 @@ class Checkpointer:
 
     ``save`` returns when the arrays have been taken over, so that the caller may donate them; the
     files, the manifest and the removal of old checkpoints follow in the background. An error there
-    is raised by the next call of ``save``, ``restore``, ``wait`` or ``close``.
+    is reported by the next call of ``poll`` or ``save``, which go on, or raised by the next one of
+    ``restore``, ``wait`` or ``close``.
 
     Args:
       directory: holds the checkpoints and nothing else; made when missing.
       keep: number of newest checkpoints that stay (at least 1).
       keep_best: also keep the one whose ``score`` was highest.
-      fingerprint: JSON object of settings that must not change between save and restore; a
-        restore with another one is an error that names the keys.
+      fingerprint: JSON object of what must not change between save and restore; a restore with
+        another one is an error that names the keys.
       report: called with one sentence for each damaged or half-written checkpoint, saying what
-        was done. Default: a warning of the logger ``jaxrlhf.checkpoint``.
+        was done, and for each failed save. Default: a warning of the logger
+        ``jaxrlhf.checkpoint``.
     """
 
     def __init__(
@@ -95,10 +97,10 @@ class Checkpointer:
           score: what ``keep_best`` compares; higher is better.
 
         Raises:
-          CheckpointError: the save before this one failed, or a newer checkpoint is in the way.
+          CheckpointError: the save could not begin, or a newer checkpoint is in the way.
           TypeError: a leaf is no array, or ``host`` is not JSON.
         """
-        self.wait()
+        self._report_failure()  # of the save before: this one may succeed
         host = _json_copy(host, "host")
         leaves = _named_leaves(state)
         manifest = {
@@ -116,7 +118,10 @@ class Checkpointer:
         items = ocp.args.Composite(
             state=ocp.args.StandardSave(arrays), host=ocp.args.JsonSave(host)
         )
-        self._orbax.save(path, args=items)
+        try:
+            self._orbax.save(path, args=items)
+        except Exception as error:
+            raise _not_written(path, error) from error
         self._pending = self._thread.submit(self._finish, path, manifest)
 
     def restore(
@@ -169,6 +174,17 @@ class Checkpointer:
         best = _best(self._complete())
         return None if best is None else int(best[1]["step"])
 
+    def poll(self) -> None:
+        """Reports the last save if it has failed by now; never waits."""
+        if self._pending is not None and self._pending.done():
+            self._report_failure()
+
+    def _report_failure(self) -> None:
+        try:
+            self.wait()
+        except CheckpointError as error:
+            self._report(str(error))
+
     def wait(self) -> None:
         """Waits until the last save is complete, manifest included; raises if it failed."""
         if self._pending is not None:
@@ -191,10 +207,7 @@ class Checkpointer:
             _write_atomically(self.directory / LATEST, json.dumps({"name": path.name}))
             self._prune()
         except Exception as error:
-            raise CheckpointError(
-                f"Checkpoint {path} could not be written ({error}): check the disk's free space "
-                "and rights, then resume from the checkpoint before it."
-            ) from error
+            raise _not_written(path, error) from error
 
     def _prune(self) -> None:
         complete = self._complete()
@@ -274,6 +287,14 @@ class Checkpointer:
     def _was_completed(self) -> bool:
         finished = [path for path in self._paths() if not _is_half_written(path)]
         return bool(finished) or (self.directory / LATEST).exists()
+
+
+def _not_written(path: pathlib.Path, error: Exception) -> CheckpointError:
+    reason = (str(error).splitlines() or [type(error).__name__])[0]
+    return CheckpointError(
+        f"Checkpoint {path} could not be written ({reason[:300]}): check the disk's free space "
+        "and rights, then resume from the checkpoint before it."
+    )
 
 
 def _order(path: pathlib.Path) -> tuple[int, int, bool]:
@@ -470,6 +491,6 @@ def _check_fingerprint(name: str, saved: Any, ours: Any) -> None:
     keys = sorted(saved.keys() | ours.keys())
     changed = [key for key in keys if saved.get(key, missing) != ours.get(key, missing)]
     raise CheckpointError(
-        f"Checkpoint {name} was written with other settings of {', '.join(changed)}: "
-        "set them back, or start anew in another directory."
+        f"Checkpoint {name} was written by a run in which {', '.join(changed)} differed: "
+        "put back what it was, or start anew in another directory."
     )

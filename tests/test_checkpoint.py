@@ -1,5 +1,7 @@
 """Checkpoints: bit-equal restores, damage found in every file, kills survived."""
 
+import concurrent.futures
+import contextlib
 import json
 import os
 import pathlib
@@ -263,7 +265,7 @@ def test_changed_settings_are_named(tmp_path):
     other = {"lr": 2e-3, "clip": (0.1, 0.2), "layers": 2}
     with (
         Checkpointer(tmp_path, fingerprint=other) as checkpointer,
-        pytest.raises(CheckpointError, match="other settings of layers, lr, seed: set"),
+        pytest.raises(CheckpointError, match="in which layers, lr, seed differed: put"),
     ):
         checkpointer.restore(state)
 
@@ -286,15 +288,27 @@ def test_what_cannot_be_saved_is_refused(tmp_path):
         Checkpointer(tmp_path, keep=0)
 
 
-def test_a_failed_background_write_is_raised_by_the_next_call(tmp_path, monkeypatch):
-    def fail(*_):
-        raise OSError("No space left on device")
+@pytest.fixture
+def full_disk(monkeypatch):
+    """A context in which no save is completed."""
 
+    @contextlib.contextmanager
+    def full_disk():
+        def fail(*_):
+            raise OSError("No space left on device")
+
+        with monkeypatch.context() as patch:
+            patch.setattr("jaxrlhf.checkpoint._write_manifest", fail)
+            yield
+
+    return full_disk
+
+
+def test_a_failed_background_write_is_raised_by_the_next_wait(tmp_path, full_disk):
     checkpointer = Checkpointer(tmp_path)
     checkpointer.save(1, {"w": jnp.ones(2)}, {})
     checkpointer.wait()
-    with monkeypatch.context() as patch:
-        patch.setattr("jaxrlhf.checkpoint._write_manifest", fail)
+    with full_disk():
         checkpointer.save(2, {"w": jnp.ones(2)}, {})
         with pytest.raises(CheckpointError, match=r"could not be written.*No space left"):
             checkpointer.wait()
@@ -306,6 +320,37 @@ def test_a_failed_background_write_is_raised_by_the_next_call(tmp_path, monkeypa
         checkpointer.save(2, {"w": jnp.ones(2)}, {})
         assert "00000002 is half-written: it was removed" in reports[1]
         assert checkpointer.restore({"w": jnp.ones(2)})[0] == 2
+
+
+def test_a_failed_save_is_told_by_the_next_poll_and_the_next_save_is_tried(tmp_path, full_disk):
+    reports: list[str] = []
+    with Checkpointer(tmp_path, report=reports.append) as checkpointer:
+        checkpointer.poll()
+        for step, told in ((1, checkpointer.poll), (2, lambda: None)):
+            with full_disk():
+                checkpointer.save(step, {"w": jnp.ones(2)}, {})
+                concurrent.futures.wait([checkpointer._pending])
+            told()
+            assert [f"{s:08d} could not be written" in " ".join(reports) for s in (1, 2)] == [
+                True, False,
+            ]  # fmt: skip
+        assert len(reports) == 2  # of step 1: that it failed, and that it was removed
+        checkpointer.save(3, {"w": jnp.full(2, 3.0)}, {})
+        assert "00000002 could not be written (No space left on device): check" in reports[2]
+        checkpointer.poll()
+        assert checkpointer.restore({"w": jnp.ones(2)})[0] == 3
+
+
+def test_a_save_that_cannot_begin_is_a_sentence_and_the_next_is_tried(tmp_path, monkeypatch):
+    with Checkpointer(tmp_path) as checkpointer:
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                checkpointer._orbax, "save", lambda *_, **__: (_ for _ in ()).throw(OSError(28, "x"))
+            )
+            with pytest.raises(CheckpointError, match="00000001 could not be written"):
+                checkpointer.save(1, {"w": jnp.ones(2)}, {})
+        checkpointer.save(1, {"w": jnp.ones(2)}, {})
+        assert checkpointer.restore({"w": jnp.ones(2)})[0] == 1
 
 
 CHILD = """
