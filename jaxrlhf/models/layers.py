@@ -6,7 +6,8 @@ softmax are computed in at least float32 whatever the dtype of the activations.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -16,23 +17,43 @@ from jaxrlhf.models.config import ModelConfig, RopeScaling
 
 Rope = tuple[jax.Array, jax.Array]  # cos and sin, [..., H / 2]
 
+ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "silu": jax.nn.silu,
+    "gelu_tanh": partial(jax.nn.gelu, approximate=True),
+}
+
 
 def wide(dtype: jax.typing.DTypeLike) -> jnp.dtype:
     """The dtype that sums and exponentials are computed in: float32, or float64 under x64."""
     return jnp.promote_types(dtype, jnp.float32)
 
 
-def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
-    """``scale * x / sqrt(mean(x^2) + eps)`` over the last axis, in the dtype of ``x``."""
+def soft_cap(x: jax.Array, cap: float | None) -> jax.Array:
+    """``cap * tanh(x / cap)``, within (-cap, cap); None: ``x``."""
+    return x if cap is None else cap * jnp.tanh(x / cap)
+
+
+def rms_norm(x: jax.Array, scale: jax.Array, eps: float, *, plus_one: bool = False) -> jax.Array:
+    """``scale * x / sqrt(mean(x^2) + eps)`` over the last axis, in the dtype of ``x``.
+
+    With ``plus_one`` the factor is ``1 + scale``.
+    """
     y = x.astype(wide(x.dtype))
     y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + eps)
     scale = jnp.expand_dims(scale.astype(y.dtype), range(x.ndim - 1))
-    return (y * scale).astype(x.dtype)
+    return (y * (1 + scale if plus_one else scale)).astype(x.dtype)
 
 
-def rope_frequencies(config: ModelConfig) -> np.ndarray:
-    """Angle per position of each rotated pair, float64[H / 2]."""
+def norm(x: jax.Array, scale: jax.Array, config: ModelConfig) -> jax.Array:
+    """``rms_norm`` as the model has it."""
+    return rms_norm(x, scale, config.norm_eps, plus_one=config.norm_plus_one)
+
+
+def rope_frequencies(config: ModelConfig, *, local: bool = False) -> np.ndarray:
+    """Angle per position of each rotated pair, float64[H / 2]; ``local``: in windowed layers."""
     exponents = np.arange(0, config.head_dim, 2, dtype=np.float64) / config.head_dim
+    if local and config.rope_local_theta is not None:
+        return config.rope_local_theta**-exponents
     frequencies = config.rope_theta**-exponents
     if config.rope_scaling is None:
         return frequencies
@@ -50,13 +71,18 @@ def _scaled_frequencies(frequencies: np.ndarray, scaling: RopeScaling) -> np.nda
 
 
 def rope_table(
-    positions: jax.Array, config: ModelConfig, dtype: jax.typing.DTypeLike = jnp.float32
+    positions: jax.Array,
+    config: ModelConfig,
+    dtype: jax.typing.DTypeLike = jnp.float32,
+    *,
+    local: bool = False,
 ) -> Rope:
     """Cosines and sines at ``positions`` [...], each ``wide(dtype)[..., H / 2]``.
 
-    Made once per call of the model, outside the loop over layers.
+    Made once per call of the model, outside the loop over layers; once more, with ``local``, where
+    the windowed layers have frequencies of their own.
     """
-    frequencies = jnp.asarray(rope_frequencies(config), wide(dtype))
+    frequencies = jnp.asarray(rope_frequencies(config, local=local), wide(dtype))
     angles = jnp.einsum("...,h->...h", positions.astype(frequencies.dtype), frequencies)
     return jnp.cos(angles), jnp.sin(angles)
 
@@ -78,7 +104,7 @@ def _heads(
         y = y + jnp.expand_dims(layer[f"{name}_bias"], range(y.ndim - 1))
     y = y.reshape(*y.shape[:-1], -1, config.head_dim)
     if config.qk_norm and name != "v":
-        y = rms_norm(y, layer[f"{name}_norm"], config.norm_eps)
+        y = norm(y, layer[f"{name}_norm"], config)
     return y
 
 
@@ -102,13 +128,41 @@ def causal_segment_mask(segment_ids: jax.Array) -> jax.Array:
     return same & (time[:, None] >= time[None, :])[None]
 
 
-def attend(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Array:
+def window_mask(positions: jax.Array, key_positions: jax.Array, window: int) -> jax.Array:
+    """bool[B, T, S] (or [B, S]): which keys lie less than ``window`` positions before the query.
+
+    Args:
+      positions: i32[B, T], or i32[B] for one query a row.
+      key_positions: i32[B, S].
+      window: 1 is the query's own position alone.
+    """
+    keys = jnp.expand_dims(key_positions, range(1, positions.ndim))
+    return positions[..., None] - keys < window
+
+
+def _cap_scores(scores: jax.Array, scale: float, softcap: float | None) -> jax.Array:
+    """The cap of scores that are yet to be scaled: ``scale`` times it is the cap of the scaled."""
+    return soft_cap(scores, None if softcap is None else softcap / scale)
+
+
+def attend(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    mask: jax.Array,
+    *,
+    scale: float | None = None,
+    softcap: float | None = None,
+) -> jax.Array:
     """Attention of q [B, T, K, G, H] on k, v [B, S, K, H] under mask [B, T, S] -> [B, T, K*G*H].
 
     Grouped queries share their key and value by the products' batch axis; nothing is repeated.
+    Scores are multiplied by ``scale`` (None: 1 / sqrt(H)), then capped.
     """
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
     scores = jnp.einsum("btkgh,bskh->bkgts", q, k, preferred_element_type=wide(q.dtype))
-    scores = jnp.where(mask[:, None, None], scores * q.shape[-1] ** -0.5, -jnp.inf)
+    scores = _cap_scores(scores, scale, softcap)
+    scores = jnp.where(mask[:, None, None], scores * scale, -jnp.inf)
     weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
     mixed = jnp.einsum("bkgts,bskh->btkgh", weights, v)
     return mixed.reshape(*mixed.shape[:2], -1)
@@ -120,6 +174,9 @@ def attend_cached(
     v_cache: jax.Array,
     mask: jax.Array,
     own: tuple[jax.Array, jax.Array] | None = None,
+    *,
+    scale: float | None = None,
+    softcap: float | None = None,
 ) -> jax.Array:
     """Attention of one query per row on the cached tokens that ``mask`` shows.
 
@@ -130,23 +187,28 @@ def attend_cached(
       k_cache, v_cache: [B, K, H, S] and [B, K, S, H].
       mask: bool[B, S]; True somewhere in every row, unless ``own`` is given.
       own: the key and value [B, K, H] of the query's own token, when the cache lacks it.
+      scale, softcap: as in ``attend``.
 
     Returns:
       [B, K*G*H].
     """
     dtype, slots = wide(q.dtype), mask.shape[-1]
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
     scores = jnp.einsum("bkgh,bkhs->bkgs", q, k_cache, preferred_element_type=dtype)
+    scores = _cap_scores(scores, scale, softcap)
     scores = jnp.where(mask[:, None, None], scores, -jnp.inf)
     if own is not None:
         own_score = jnp.einsum("bkgh,bkh->bkg", q, own[0], preferred_element_type=dtype)
+        own_score = _cap_scores(own_score, scale, softcap)
         scores = jnp.concatenate([scores, own_score[..., None]], axis=-1)
-    weights = jax.nn.softmax(scores * q.shape[-1] ** -0.5, axis=-1).astype(v_cache.dtype)
+    weights = jax.nn.softmax(scores * scale, axis=-1).astype(v_cache.dtype)
     mixed = jnp.einsum("bkgs,bksh->bkgh", weights[..., :slots], v_cache)
     if own is not None:
         mixed = mixed + weights[..., slots:] * own[1][:, :, None]
     return mixed.reshape(q.shape[0], -1)
 
 
-def gated_mlp(x: jax.Array, layer: Mapping[str, jax.Array]) -> jax.Array:
-    """``(silu(x gate) * (x up)) down`` for x [..., D]."""
-    return (jax.nn.silu(x @ layer["gate_kernel"]) * (x @ layer["up_kernel"])) @ layer["down_kernel"]
+def gated_mlp(x: jax.Array, layer: Mapping[str, jax.Array], activation: str = "silu") -> jax.Array:
+    """``(act(x gate) * (x up)) down`` for x [..., D], ``act`` one of ``ACTIVATIONS``."""
+    gate = ACTIVATIONS[activation](x @ layer["gate_kernel"])
+    return (gate * (x @ layer["up_kernel"])) @ layer["down_kernel"]

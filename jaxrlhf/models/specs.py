@@ -7,6 +7,7 @@ sharding rules map to mesh axes.
 
 import dataclasses
 import math
+from functools import partial
 from typing import Any
 
 import jax
@@ -52,11 +53,16 @@ def param_specs(config: ModelConfig) -> dict[str, Any]:
     specs: dict[str, Any] = {
         "embed": ParamSpec(vocab, ("vocab", "embed"), normal, "model.embed_tokens.weight"),
         "layers": _attention_specs(config) | _mlp_specs(config),
-        "final_norm": ParamSpec(vocab[1:], ("embed",), initializers.ones, "model.norm.weight"),
+        "final_norm": ParamSpec(vocab[1:], ("embed",), _norm_init(config), "model.norm.weight"),
     }
     if not config.tie_embeddings:
         specs["lm_head"] = ParamSpec(vocab, ("vocab", "embed"), normal, "lm_head.weight")
     return specs
+
+
+def _norm_init(config: ModelConfig) -> initializers.Initializer:
+    """Every norm's factor starts at 1."""
+    return initializers.zeros if config.norm_plus_one else initializers.ones
 
 
 def _layer_spec(
@@ -77,8 +83,9 @@ def _attention_specs(config: ModelConfig) -> dict[str, ParamSpec]:
     embed = {"embed": config.hidden_size}
     heads = {"heads": config.num_heads * config.head_dim}
     kv_heads = {"kv_heads": config.num_kv_heads * config.head_dim}
+    norm = partial(_layer_spec, config, init=_norm_init(config))
     specs = {
-        "attention_norm": _layer_spec(config, embed, initializers.ones, "input_layernorm.weight"),
+        "attention_norm": norm(embed, name="input_layernorm.weight"),
         "o_kernel": _layer_spec(config, heads | embed, normal, "self_attn.o_proj.weight"),
     }
     for name, out in (("q", heads), ("k", kv_heads), ("v", kv_heads)):
@@ -89,27 +96,33 @@ def _attention_specs(config: ModelConfig) -> dict[str, ParamSpec]:
             specs[f"{name}_bias"] = bias
     if config.qk_norm:
         for name in ("q_norm", "k_norm"):
-            dims = {"head_dim": config.head_dim}
-            specs[name] = _layer_spec(config, dims, initializers.ones, f"self_attn.{name}.weight")
+            specs[name] = norm({"head_dim": config.head_dim}, name=f"self_attn.{name}.weight")
+    if config.post_norms:
+        specs["attention_post_norm"] = norm(embed, name="post_attention_layernorm.weight")
     return specs
 
 
 def _mlp_specs(config: ModelConfig) -> dict[str, ParamSpec]:
     normal = initializers.normal(config.init_std)
     embed, mlp = {"embed": config.hidden_size}, {"mlp": config.intermediate_size}
-    norm = "post_attention_layernorm.weight"
-    return {
-        "mlp_norm": _layer_spec(config, embed, initializers.ones, norm),
+    norm = partial(_layer_spec, config, embed, _norm_init(config))
+    specs = {
         "gate_kernel": _layer_spec(config, embed | mlp, normal, "mlp.gate_proj.weight"),
         "up_kernel": _layer_spec(config, embed | mlp, normal, "mlp.up_proj.weight"),
         "down_kernel": _layer_spec(config, mlp | embed, normal, "mlp.down_proj.weight"),
+    }
+    if not config.post_norms:
+        return specs | {"mlp_norm": norm("post_attention_layernorm.weight")}
+    return specs | {
+        "mlp_norm": norm("pre_feedforward_layernorm.weight"),
+        "mlp_post_norm": norm("post_feedforward_layernorm.weight"),
     }
 
 
 def init_params(
     key: jax.Array, config: ModelConfig, dtype: jax.typing.DTypeLike = jnp.float32
 ) -> dict[str, Any]:
-    """Fresh parameters: normal kernels and embeddings, zero biases, unit norm scales."""
+    """Fresh parameters: normal kernels and embeddings, zero biases, norms of factor 1."""
     specs, structure = jax.tree.flatten(param_specs(config))
     keys = jax.random.split(key, len(specs))
     leaves = [spec.init(k, spec.shape, dtype) for k, spec in zip(keys, specs, strict=True)]

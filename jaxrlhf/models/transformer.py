@@ -3,13 +3,14 @@
 Letters: B rows, P prompts, T tokens, L layers, D width, K key/value heads, H head width, S cache
 slots, V vocabulary. Parameters have the structure of ``specs.param_specs``; they stay in their own
 dtype (float32 master weights) and each layer's are cast to ``compute_dtype`` once, inside the loop
-over layers.
+over layers. Where some layers have a sliding window, the masks (and rotary tables) of both kinds
+are made outside that loop, and a flag per layer chooses.
 """
 
 import dataclasses
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +25,7 @@ DType = jax.typing.DTypeLike
 KeyValue = tuple[jax.Array, jax.Array]
 # From a layer's (q, k, v) to the mixed values and the keys and values to keep.
 Attention = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, KeyValue]]
+Flag = jax.Array | bool | None  # whether a layer is windowed; None where no layer is
 
 # What the backward pass keeps of a layer, by name: all, only its input, or its matrix products.
 REMAT: dict[str, Callable[[Callable], Callable]] = {
@@ -42,21 +44,92 @@ def _cast(layer: Layer, dtype: DType) -> dict[str, jax.Array]:
     return {name: w if name.endswith("norm") else w.astype(dtype) for name, w in layer.items()}
 
 
+def _embed(params: Params, tokens: jax.Array, config: ModelConfig, dtype: DType) -> jax.Array:
+    x = params["embed"][tokens].astype(dtype)
+    return x * jnp.asarray(config.hidden_size**0.5, dtype) if config.scale_embeddings else x
+
+
 def _layer(
     x: jax.Array, layer: Layer, rope: nn.Rope, attention: Attention, config: ModelConfig
 ) -> tuple[jax.Array, KeyValue]:
     """One layer on activations [..., D]; what ``attention`` keeps is passed on."""
     layer = _cast(layer, x.dtype)
-    h = nn.rms_norm(x, layer["attention_norm"], config.norm_eps)
+    h = nn.norm(x, layer["attention_norm"], config)
     mixed, kept = attention(*nn.project_qkv(h, layer, rope, config))
-    x = x + mixed @ layer["o_kernel"]
-    h = nn.rms_norm(x, layer["mlp_norm"], config.norm_eps)
-    return x + nn.gated_mlp(h, layer), kept
+    mixed = mixed @ layer["o_kernel"]
+    if config.post_norms:
+        mixed = nn.norm(mixed, layer["attention_post_norm"], config)
+    x = x + mixed
+    h = nn.norm(x, layer["mlp_norm"], config)
+    h = nn.gated_mlp(h, layer, config.activation)
+    if config.post_norms:
+        h = nn.norm(h, layer["mlp_post_norm"], config)
+    return x + h, kept
 
 
-def _sequence_attention(mask: jax.Array) -> Attention:
+class View(NamedTuple):
+    """What a layer sees: its rotary table, and the mask of its attention."""
+
+    rope: nn.Rope
+    mask: jax.Array
+
+
+class Views(NamedTuple):
+    """The view of layers without a window, and that of the windowed ones where there are any."""
+
+    full: View
+    windowed: View | None = None
+
+    def of(self, flag: Flag) -> View:
+        """One layer's."""
+        if self.windowed is None or flag is None:
+            return self.full
+        if isinstance(flag, bool):
+            return self.windowed if flag else self.full
+
+        def choose(near: jax.Array, far: jax.Array) -> jax.Array:
+            return near if near is far else jnp.where(flag, near, far)
+
+        return jax.tree.map(choose, self.windowed, self.full)
+
+    def showing(self, more: jax.Array) -> "Views":
+        """The views with what the mask ``more`` shows as well."""
+        full = View(self.full.rope, self.full.mask | more)
+        near = self.windowed
+        return Views(full, None if near is None else View(near.rope, near.mask | more))
+
+
+def _add_window(
+    full: View, near: jax.Array, positions: jax.Array, config: ModelConfig, dtype: DType
+) -> Views:
+    """Both views; ``near`` is the window, to be cut with the mask."""
+    rope = full.rope
+    if config.rope_local_theta is not None:
+        rope = nn.rope_table(positions, config, dtype, local=True)
+    return Views(full, View(rope, full.mask & near))
+
+
+def _sequence_views(
+    positions: jax.Array, mask: jax.Array, config: ModelConfig, dtype: DType
+) -> Views:
+    """Of whole sequences at ``positions`` [B, T] under ``mask`` [B or 1, T, T]."""
+    full = View(nn.rope_table(positions, config, dtype), mask)
+    if config.sliding_window is None:
+        return Views(full)
+    rows = positions[: mask.shape[0]]
+    near = nn.window_mask(rows, rows, config.sliding_window)
+    return _add_window(full, near, positions, config, dtype)
+
+
+def _layer_flags(config: ModelConfig) -> jax.Array | None:
+    """bool[L], to be scanned over with the layers; None (nothing to scan) without windows."""
+    return None if config.sliding_window is None else jnp.array(config.windowed_layers)
+
+
+def _sequence_attention(mask: jax.Array, config: ModelConfig) -> Attention:
     """Attention within whole sequences; keeps keys and values [B, T, K, H]."""
-    return lambda q, k, v: (nn.attend(q, k, v, mask), (k, v))
+    attend = partial(nn.attend, scale=config.attention_scale, softcap=config.attention_softcap)
+    return lambda q, k, v: (attend(q, k, v, mask), (k, v))
 
 
 def forward(
@@ -74,7 +147,8 @@ def forward(
     Args:
       params: the parameter tree.
       tokens, positions, segment_ids: i32[B, T]; a token attends to itself and to earlier tokens of
-        its own segment. Segment 0 is padding: finite, and invisible to the others.
+        its own segment (a sliding window counts positions). Segment 0 is padding: finite, and
+        invisible to the others.
       config: static.
       compute_dtype: dtype of activations and matrix products.
       remat: what the backward pass keeps per layer, a key of ``REMAT``.
@@ -87,15 +161,16 @@ def forward(
     """
     if remat not in REMAT:
         raise ValueError(f"unknown remat {remat!r}: use one of {sorted(REMAT)}")
-    rope = nn.rope_table(positions, config, compute_dtype)
-    attention = _sequence_attention(nn.causal_segment_mask(segment_ids))
+    views = _sequence_views(positions, nn.causal_segment_mask(segment_ids), config, compute_dtype)
 
-    def body(x: jax.Array, layer: Layer) -> tuple[jax.Array, None]:
-        return _layer(x, layer, rope, attention, config)[0], None
+    def body(x: jax.Array, inputs: tuple[Layer, Flag]) -> tuple[jax.Array, None]:
+        layer, flag = inputs
+        rope, mask = views.of(flag)
+        return _layer(x, layer, rope, _sequence_attention(mask, config), config)[0], None
 
-    x = params["embed"][tokens].astype(compute_dtype)
-    x, _ = lax.scan(REMAT[remat](body), x, params["layers"])
-    return nn.rms_norm(x, params["final_norm"], config.norm_eps)
+    x = _embed(params, tokens, config, compute_dtype)
+    x, _ = lax.scan(REMAT[remat](body), x, (params["layers"], _layer_flags(config)))
+    return nn.norm(x, params["final_norm"], config)
 
 
 def output_matrix(params: Params, config: ModelConfig) -> jax.Array:
@@ -108,9 +183,7 @@ def logits(params: Params, hidden: jax.Array, config: ModelConfig) -> jax.Array:
     matrix = output_matrix(params, config).astype(hidden.dtype)
     dtype = nn.wide(hidden.dtype)
     out = jnp.einsum("...d,vd->...v", hidden, matrix, preferred_element_type=dtype)
-    if config.final_softcap is None:
-        return out
-    return config.final_softcap * jnp.tanh(out / config.final_softcap)
+    return nn.soft_cap(out, config.final_softcap)
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["k", "v"], meta_fields=["prompt_slots"])
@@ -181,20 +254,22 @@ def prefill(
     """
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
     # Causality alone hides the padding: it lies to the right of every prompt token.
-    attention = _sequence_attention(nn.causal_segment_mask(jnp.ones_like(tokens[:1])))
-    rope = nn.rope_table(positions, config, compute_dtype)
+    mask = nn.causal_segment_mask(jnp.ones_like(tokens[:1]))
+    views = _sequence_views(positions, mask, config, compute_dtype)
 
-    def body(x: jax.Array, layer: Layer) -> tuple[jax.Array, KeyValue]:
-        x, (k, v) = _layer(x, layer, rope, attention, config)
+    def body(x: jax.Array, inputs: tuple[Layer, Flag]) -> tuple[jax.Array, KeyValue]:
+        layer, flag = inputs
+        rope, mask = views.of(flag)
+        x, (k, v) = _layer(x, layer, rope, _sequence_attention(mask, config), config)
         return x, (k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3))
 
-    x = params["embed"][tokens].astype(compute_dtype)
-    x, (k, v) = lax.scan(body, x, params["layers"])
+    x = _embed(params, tokens, config, compute_dtype)
+    x, (k, v) = lax.scan(body, x, (params["layers"], _layer_flags(config)))
     last = jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)[:, 0]
     k = jnp.pad(k, ((0, 0),) * 4 + ((0, response_slots),))
     v = jnp.pad(v, ((0, 0),) * 3 + ((0, response_slots), (0, 0)))
     cache = _make_cache(k, v, tokens.shape[1], unroll)
-    return nn.rms_norm(last, params["final_norm"], config.norm_eps), cache
+    return nn.norm(last, params["final_norm"], config), cache
 
 
 def repeat_cache(cache: Cache, n: int) -> Cache:
@@ -238,7 +313,8 @@ def decode_step(
     rows write slot Tp + step, so a write is one ``dynamic_update_slice``; rows differ in positions
     and mask alone. The two forms compute the same: ``unroll`` has a cache (and best, parameters)
     per layer, updated in place; otherwise a scan over layers only reads the stacked cache, which is
-    written once after it (a cache that is scanned in and out is copied at every token).
+    written once after it (a cache that is scanned in and out is copied at every token). Windowed
+    layers keep a slot for every token as the others do; the mask hides those outside the window.
 
     Args:
       params: the parameter tree, best from ``decode_params``.
@@ -261,64 +337,78 @@ def decode_step(
         raise ValueError(f"the cache was made with unroll={cache.unrolled}: pass the same here")
     if isinstance(params["layers"], tuple) and not unroll:
         raise ValueError("the parameters were prepared with unroll=True: pass the same here")
+    views = _decode_views(cache, prompt_lengths, step, config, compute_dtype)
+    x = _embed(params, tokens, config, compute_dtype)
+    run = _decode_unrolled if unroll else _decode_scanned
+    x, cache = run(params["layers"], cache, x, views, cache.prompt_slots + step, config)
+    return nn.norm(x, params["final_norm"], config), cache
+
+
+def _decode_views(
+    cache: Cache, prompt_lengths: jax.Array, step: jax.Array, config: ModelConfig, dtype: DType
+) -> Views:
+    """Of the token that is fed at ``step``, with masks [B, S] of the tokens before it."""
     slots = jnp.arange(cache.v[0].shape[-2])
     generated = (slots >= cache.prompt_slots) & (slots < cache.prompt_slots + step)
     mask = (slots[None] < prompt_lengths[:, None]) | generated[None]
-    rope = nn.rope_table(prompt_lengths + step, config, compute_dtype)
-    x = params["embed"][tokens].astype(compute_dtype)
-    run = _decode_unrolled if unroll else _decode_scanned
-    x, cache = run(params["layers"], cache, x, rope, mask, cache.prompt_slots + step, config)
-    return nn.rms_norm(x, params["final_norm"], config.norm_eps), cache
+    positions = prompt_lengths + step
+    full = View(nn.rope_table(positions, config, dtype), mask)
+    if config.sliding_window is None:
+        return Views(full)
+    # Between a row's prompt and its response lie slots of padding that count no position.
+    gaps = jnp.where(
+        slots[None] < cache.prompt_slots, 0, cache.prompt_slots - prompt_lengths[:, None]
+    )
+    near = nn.window_mask(positions, slots[None] - gaps, config.sliding_window)
+    return _add_window(full, near, positions, config, dtype)
 
 
 def _decode_unrolled(
-    layers: Any,
-    cache: Cache,
-    x: jax.Array,
-    rope: nn.Rope,
-    mask: jax.Array,
-    slot: jax.Array,
-    config: ModelConfig,
+    layers: Any, cache: Cache, x: jax.Array, views: Views, slot: jax.Array, config: ModelConfig
 ) -> tuple[jax.Array, Cache]:
     """Each layer writes its own arrays and then reads them, so that XLA updates them in place."""
-    mask = mask | (jnp.arange(mask.shape[-1]) == slot)[None]
+    own = (jnp.arange(cache.v[0].shape[-2]) == slot)[None]
+    views = views.showing(own)
 
     def attention(
-        cached: KeyValue, q: jax.Array, k: jax.Array, v: jax.Array
+        cached: KeyValue, mask: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array
     ) -> tuple[jax.Array, KeyValue]:
         cached = _write(*cached, k, v, slot)
-        return nn.attend_cached(q, *cached, mask), cached
+        return attend(q, *cached, mask), cached
 
-    kept = []
-    for layer, k_cache, v_cache in zip(_layer_list(layers), cache.k, cache.v, strict=True):
-        x, written = _layer(x, layer, rope, partial(attention, (k_cache, v_cache)), config)
+    attend, kept = _cached_attention(config), []
+    inputs = zip(_layer_list(layers), cache.k, cache.v, config.windowed_layers, strict=True)
+    for layer, k_cache, v_cache, flag in inputs:
+        rope, mask = views.of(flag)
+        x, written = _layer(x, layer, rope, partial(attention, (k_cache, v_cache), mask), config)
         kept.append(written)
     k_caches, v_caches = zip(*kept, strict=True)
     return x, Cache(k_caches, v_caches, cache.prompt_slots)
 
 
+def _cached_attention(config: ModelConfig) -> Callable[..., jax.Array]:
+    scale, softcap = config.attention_scale, config.attention_softcap
+    return partial(nn.attend_cached, scale=scale, softcap=softcap)
+
+
 def _decode_scanned(
-    layers: Any,
-    cache: Cache,
-    x: jax.Array,
-    rope: nn.Rope,
-    mask: jax.Array,
-    slot: jax.Array,
-    config: ModelConfig,
+    layers: Any, cache: Cache, x: jax.Array, views: Views, slot: jax.Array, config: ModelConfig
 ) -> tuple[jax.Array, Cache]:
     """The scan reads the stacked cache and gives the new keys and values; one write follows."""
+    attend = _cached_attention(config)
 
     def body(
-        x: jax.Array, inputs: tuple[Layer, jax.Array, jax.Array]
+        x: jax.Array, inputs: tuple[Layer, jax.Array, jax.Array, Flag]
     ) -> tuple[jax.Array, KeyValue]:
-        layer, k_cache, v_cache = inputs
+        layer, k_cache, v_cache, flag = inputs
+        rope, mask = views.of(flag)
 
         def attention(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, KeyValue]:
-            return nn.attend_cached(q, k_cache, v_cache, mask, own=(k, v)), (k, v)
+            return attend(q, k_cache, v_cache, mask, own=(k, v)), (k, v)
 
         return _layer(x, layer, rope, attention, config)
 
-    x, kept = lax.scan(body, x, (layers, cache.k, cache.v))
+    x, kept = lax.scan(body, x, (layers, cache.k, cache.v, _layer_flags(config)))
     k_cache, v_cache = _write(cache.k, cache.v, kept[0], kept[1], slot)
     return x, Cache(k_cache, v_cache, cache.prompt_slots)
 

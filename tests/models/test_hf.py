@@ -20,6 +20,7 @@ from jaxrlhf.models.layers import rope_frequencies
 from jaxrlhf.models.specs import abstract_params, init_params
 
 CASES = ["llama3", "smollm2", "qwen2", "deepseek_qwen", "qwen3"]
+CASES += ["gemma2", "gemma3", "gemma3_layer_types"]
 LLAMA3 = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -53,8 +54,10 @@ def test_config_survives_the_round_trip(name):
     fields = json.loads(json.dumps(hf.to_hf(PRESETS[name])))
     assert hf.from_hf(fields) == PRESETS[name]
     # Either spelling of the rotary settings alone says the same.
-    old = {k: v for k, v in fields.items() if k != "rope_parameters"}
-    new = {k: v for k, v in fields.items() if k not in ("rope_theta", "rope_scaling")}
+    old_keys = {"rope_theta", "rope_scaling", "rope_local_base_freq", "sliding_window_pattern"}
+    new_keys = {"rope_parameters", "layer_types"}
+    old = {k: v for k, v in fields.items() if k not in new_keys}
+    new = {k: v for k, v in fields.items() if k not in old_keys}
     assert hf.from_hf(old) == hf.from_hf(new) == PRESETS[name]
 
 
@@ -103,6 +106,97 @@ def test_published_configs_give_the_presets():
     assert hf.from_hf(qwen3) == PRESETS["qwen3-0.6b"]
 
 
+def test_published_gemma_configs_give_the_presets():
+    """Neither of the two says that its embeddings are tied; Gemma 2 nowhere says which windows."""
+    gemma2 = {
+        "architectures": ["Gemma2ForCausalLM"],
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "attn_logit_softcapping": 50.0,
+        "bos_token_id": 2,
+        "cache_implementation": "hybrid",
+        "eos_token_id": 1,
+        "final_logit_softcapping": 30.0,
+        "head_dim": 256,
+        "hidden_act": "gelu_pytorch_tanh",
+        "hidden_activation": "gelu_pytorch_tanh",
+        "hidden_size": 3584,
+        "initializer_range": 0.02,
+        "intermediate_size": 14336,
+        "max_position_embeddings": 8192,
+        "model_type": "gemma2",
+        "num_attention_heads": 16,
+        "num_hidden_layers": 42,
+        "num_key_value_heads": 8,
+        "pad_token_id": 0,
+        "query_pre_attn_scalar": 256,
+        "rms_norm_eps": 1e-06,
+        "rope_theta": 10000.0,
+        "sliding_window": 4096,
+        "sliding_window_size": 4096,
+        "torch_dtype": "float32",
+        "use_cache": True,
+        "vocab_size": 256000,
+    }
+    assert hf.from_hf(gemma2) == PRESETS["gemma-2-9b"]
+    for key in ("attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar"):
+        assert hf.from_hf({k: v for k, v in gemma2.items() if k != key}) == PRESETS["gemma-2-9b"]
+    uncapped = hf.from_hf(gemma2 | {"attn_logit_softcapping": None})
+    assert uncapped.attention_softcap is None
+    gemma3 = {
+        "architectures": ["Gemma3ForCausalLM"],
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "attn_logit_softcapping": None,
+        "bos_token_id": 2,
+        "cache_implementation": "hybrid",
+        "eos_token_id": [1, 106],
+        "final_logit_softcapping": None,
+        "head_dim": 256,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "hidden_size": 1152,
+        "initializer_range": 0.02,
+        "intermediate_size": 6912,
+        "max_position_embeddings": 32768,
+        "model_type": "gemma3_text",
+        "num_attention_heads": 4,
+        "num_hidden_layers": 26,
+        "num_key_value_heads": 1,
+        "pad_token_id": 0,
+        "query_pre_attn_scalar": 256,
+        "rms_norm_eps": 1e-06,
+        "rope_local_base_freq": 10000,
+        "rope_scaling": None,
+        "rope_theta": 1000000,
+        "sliding_window": 512,
+        "sliding_window_pattern": 6,
+        "torch_dtype": "bfloat16",
+        "use_cache": True,
+        "vocab_size": 262144,
+    }
+    assert hf.from_hf(gemma3) == PRESETS["gemma-3-1b"]
+    bare = ("rope_theta", "rope_local_base_freq", "sliding_window_pattern", "rope_scaling")
+    assert hf.from_hf({k: v for k, v in gemma3.items() if k not in bare}) == PRESETS["gemma-3-1b"]
+
+
+def test_layer_types_give_the_shortest_pattern_that_says_them(tiny_checkpoints):
+    fields = tiny_checkpoints.CONFIGS["gemma3_layer_types"]
+    f, s = "full_attention", "sliding_attention"
+    for kinds, pattern in (
+        ([f, s, s, f], (False, True, True)),
+        ([s, f, s, f], (True, False)),
+        ([s, s, f, f], (True, True, False, False)),
+        ([s, s, s, s], (True,) * 5 + (False,)),  # four layers of Gemma 3's usual six
+    ):
+        config = hf.from_hf(fields | {"layer_types": kinds})
+        assert config.window_pattern == pattern
+        assert config.windowed_layers == tuple(kind == s for kind in kinds)
+        assert hf.from_hf(hf.to_hf(config)) == config
+    without = hf.from_hf(fields | {"layer_types": [f] * 4})
+    assert (without.sliding_window, without.window_pattern) == (None, ())
+    assert hf.from_hf(hf.to_hf(without)) == without
+
+
 def test_first_llamas_leave_out_what_they_do_not_use(tiny_checkpoints):
     fields = dict(tiny_checkpoints.CONFIGS["smollm2"])
     for key in ("num_key_value_heads", "rope_theta", "rope_scaling", "tie_word_embeddings"):
@@ -134,6 +228,31 @@ REFUSED = [
     ("qwen2", "num_key_value_heads is missing", {"num_key_value_heads": None}),
     ("qwen2", "vocab_size is 9.5", {"vocab_size": 9.5}),
     ("smollm2", "hidden_size", {"hidden_size": 70}),
+    ("gemma2", "hidden_activation", {"hidden_activation": "gelu"}),
+    ("gemma2", "hidden_act is 'silu'", {"hidden_act": "silu"}),
+    ("gemma2", "layer_types must name", {"layer_types": ["full_attention"] * 2}),
+    ("gemma2", "layer_types must name", {"layer_types": ["chunked_attention"] * 3}),
+    ("gemma2", "sliding_window is missing", {"sliding_window": None}),
+    ("gemma2", "differs by layer", {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}),
+    ("gemma3", "sliding_window_pattern is 0", {"sliding_window_pattern": 0}),
+    ("gemma3", "attn_logit_softcapping", {"attn_logit_softcapping": 50.0}),
+    ("gemma3", "use_bidirectional_attention", {"use_bidirectional_attention": True}),
+    ("gemma3", "rope_parameters has .*give full_attention", {"rope_parameters": {"factor": 2}}),
+    (
+        "gemma3_layer_types",
+        "scales sliding_attention",
+        {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2}}},
+    ),
+    ("gemma3", "disagree", {"rope_parameters": {"full_attention": {"rope_theta": 5.0}}}),
+    (
+        "gemma3",
+        "of images and text",
+        {
+            "architectures": ["Gemma3ForConditionalGeneration"],
+            "model_type": "gemma3",
+            "text_config": {},
+        },
+    ),
 ]
 
 
@@ -155,8 +274,16 @@ def test_window_settings_that_no_layer_uses_are_fine(tiny_checkpoints):
 def test_to_hf_refuses_what_transformers_cannot_express():
     config = PRESETS["smollm2-135m"]
     for change in ({"qkv_bias": True}, {"qk_norm": True}, {"final_softcap": 30.0}):
-        with pytest.raises(ValueError, match="llama layout"):
+        with pytest.raises(ValueError, match=f"llama layout needs {next(iter(change))}="):
             hf.to_hf(dataclasses.replace(config, **change))
+    for name, change in (
+        ("gemma-2-2b", {"rope_local_theta": 1e4}),
+        ("gemma-2-2b", {"qk_norm": True}),
+        ("gemma-3-1b", {"attention_softcap": 50.0}),
+        ("gemma-3-1b", {"rope_local_theta": None}),
+    ):
+        with pytest.raises(ValueError, match=next(iter(change))):
+            hf.to_hf(dataclasses.replace(PRESETS[name], **change))
 
 
 # --- weights -------------------------------------------------------------------------------------
@@ -418,7 +545,7 @@ def test_a_killed_save_leaves_no_half_directory(write_checkpoint, tmp_path):
 
 
 def test_a_save_clears_away_what_killed_ones_left(write_checkpoint, tmp_path):
-    """Of its own name alone; a directory that was moved aside comes back where none took its place."""
+    """Of its own name alone; one moved aside comes back where none took its place."""
     params, config = hf.load(write_checkpoint("qwen2"))
     (tmp_path / "run").mkdir()
     theirs = {".best.partial", f".other.{'0' * 32}.partial", f".best.2.{'0' * 32}.partial"}

@@ -12,6 +12,7 @@ from jaxrlhf.models import hf
 from jaxrlhf.models.transformer import forward, logits
 
 CASES = ["llama3", "smollm2", "qwen2", "deepseek_qwen", "qwen3"]
+CASES += ["gemma2", "gemma3", "gemma3_layer_types"]
 
 
 def _logits(params, config, tokens, lengths) -> np.ndarray:
@@ -57,6 +58,20 @@ CHANGES = [
     ("qwen3", {"qk_norm": False}),
     ("deepseek_qwen", {"norm_eps": 1e-2}),
     ("deepseek_qwen", {"tie_embeddings": True}),
+    ("gemma2", {"norm_plus_one": False}),
+    ("gemma2", {"post_norms": False}),
+    ("gemma2", {"activation": "silu"}),
+    ("gemma2", {"scale_embeddings": False}),
+    ("gemma2", {"query_scalar": None}),
+    ("gemma2", {"sliding_window": 6}),
+    ("gemma2", {"window_pattern": (False, True)}),
+    ("gemma2", {"attention_softcap": None}),
+    ("gemma2", {"final_softcap": None}),
+    ("gemma3", {"qk_norm": False}),
+    ("gemma3", {"rope_local_theta": None}),
+    ("gemma3", {"rope_scaling": None}),
+    ("gemma3", {"window_pattern": (True,)}),
+    ("gemma3_layer_types", {"sliding_window": None, "window_pattern": ()}),
 ]
 
 

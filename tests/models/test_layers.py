@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxrlhf.models import layers
-from jaxrlhf.models.config import PRESETS, RopeScaling
+from jaxrlhf.models.config import ACTIVATIONS, PRESETS, RopeScaling
 
 LLAMA = PRESETS["llama-3.2-1b"]
 
@@ -23,6 +23,14 @@ def test_rms_norm_computes_in_float32_whatever_it_is_given(rng):
             y = np.asarray(given, np.float64)
             expected = y / np.sqrt((y**2).mean(-1, keepdims=True) + 1e-6) * scale
         np.testing.assert_allclose(np.asarray(got, np.float64), expected, rtol=tolerance)
+
+
+def test_rms_norm_plus_one_adds_before_it_rounds(rng):
+    """As in transformers: a weight that bfloat16 cannot add 1 to still counts."""
+    x, scale = jnp.asarray(rng.normal(size=(3, 64)), jnp.float32), jnp.full(64, 2**-12)
+    got = layers.rms_norm(x, scale.astype(jnp.bfloat16), 1e-6, plus_one=True)
+    np.testing.assert_array_equal(got, layers.rms_norm(x, 1 + scale, 1e-6))
+    assert (got != layers.rms_norm(x, jnp.ones(64), 1e-6)).any()
 
 
 def test_rms_norm_of_zeros_has_finite_gradients():
@@ -64,6 +72,26 @@ def test_linear_scaling_is_the_unscaled_table_at_a_fraction_of_the_position():
         np.testing.assert_allclose(a, b, atol=1e-6)
 
 
+def test_local_frequencies_have_their_own_base_and_no_scaling():
+    config = dataclasses.replace(
+        LLAMA, rope_theta=1e6, rope_local_theta=1e4, rope_scaling=RopeScaling("linear", 8.0)
+    )
+    plain = dataclasses.replace(LLAMA, rope_theta=1e4, rope_scaling=None)
+    local, positions = layers.rope_frequencies(config, local=True), jnp.arange(5)
+    np.testing.assert_array_equal(local, layers.rope_frequencies(plain))
+    assert layers.rope_frequencies(config)[0] == pytest.approx(1 / 8)
+    for a, b in zip(
+        layers.rope_table(positions, config, local=True),
+        layers.rope_table(positions, plain),
+        strict=True,
+    ):
+        np.testing.assert_array_equal(a, b)
+    # Without a base of their own, windowed layers rotate as the others do.
+    np.testing.assert_array_equal(
+        layers.rope_frequencies(LLAMA, local=True), layers.rope_frequencies(LLAMA)
+    )
+
+
 def test_rotations_see_only_relative_positions(rng):
     config = dataclasses.replace(LLAMA, rope_scaling=None, head_dim=16)
     q, k = (jnp.asarray(rng.normal(size=(6, 1, 16)), jnp.float32) for _ in range(2))
@@ -91,37 +119,62 @@ def test_the_rope_table_is_float32_at_positions_that_bfloat16_cannot_count():
     np.testing.assert_allclose(rope[1], np.sin(angles), atol=3e-4)
 
 
-def _dense_attention(q, k, v, mask):
+def test_a_window_counts_positions():
+    positions = np.array([[0, 1, 2, 3, 7], [5, 6, 0, 1, 2]])
+    mask = layers.window_mask(jnp.asarray(positions), jnp.asarray(positions), 3)
+    for b, t, s in np.ndindex(2, 5, 5):
+        assert mask[b, t, s] == (positions[b, t] - positions[b, s] < 3)
+    one = layers.window_mask(jnp.asarray(positions[:, -1]), jnp.asarray(positions), 3)
+    np.testing.assert_array_equal(one, mask[:, -1])
+
+
+def test_gelu_is_the_tanh_form(rng):
+    x = rng.normal(size=(4, 8)) * 2
+    weights = {"gate_kernel": np.eye(8), "up_kernel": np.eye(8), "down_kernel": np.eye(8)}
+    layer = {name: jnp.asarray(w, jnp.float32) for name, w in weights.items()}
+    got = layers.gated_mlp(jnp.asarray(x, jnp.float32), layer, "gelu_tanh")
+    inner = np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)
+    np.testing.assert_allclose(got, 0.5 * x * (1 + np.tanh(inner)) * x, atol=1e-5)
+    assert set(layers.ACTIVATIONS) == set(ACTIVATIONS)
+
+
+def _dense_attention(q, k, v, mask, scale=None, softcap=None):
     """Float64, one repeated key and value per query head, one row and head at a time."""
     batch, time, kv_heads, group, width = q.shape
     out = np.zeros((batch, time, kv_heads, group, width))
     for b, h, g in np.ndindex(batch, kv_heads, group):
-        scores = q[b, :, h, g] @ k[b, :, h].T / np.sqrt(width)
+        scores = q[b, :, h, g] @ k[b, :, h].T * (scale or 1 / np.sqrt(width))
+        scores = softcap * np.tanh(scores / softcap) if softcap else scores
         scores = np.where(mask[b], scores, -np.inf)
         weights = np.exp(scores - scores.max(-1, keepdims=True))
         out[b, :, h, g] = weights / weights.sum(-1, keepdims=True) @ v[b, :, h]
     return out.reshape(batch, time, -1)
 
 
+SCALES = [{}, {"scale": 0.7}, {"scale": 0.7, "softcap": 1.5}, {"softcap": 1.0}]
+
+
+@pytest.mark.parametrize("scales", SCALES, ids=str)
 @pytest.mark.parametrize("group", [1, 3])
-def test_attention_equals_the_dense_definition(rng, group):
+def test_attention_equals_the_dense_definition(rng, group, scales):
     segments = np.array([[1, 1, 2, 2, 2, 0, 0], [0, 0, 1, 1, 1, 1, 1]])
     q = rng.normal(size=(2, 7, 2, group, 4))
     k, v = rng.normal(size=(2, 2, 7, 2, 4))
     mask = layers.causal_segment_mask(jnp.asarray(segments))
     wanted = np.tril(segments[:, :, None] == segments[:, None, :])
     np.testing.assert_array_equal(mask, wanted)
-    got = layers.attend(*(jnp.asarray(x, jnp.float32) for x in (q, k, v)), mask)
-    np.testing.assert_allclose(got, _dense_attention(q, k, v, wanted), atol=1e-5)
+    got = layers.attend(*(jnp.asarray(x, jnp.float32) for x in (q, k, v)), mask, **scales)
+    np.testing.assert_allclose(got, _dense_attention(q, k, v, wanted, **scales), atol=1e-5)
 
 
+@pytest.mark.parametrize("scales", SCALES, ids=str)
 @pytest.mark.parametrize("own_in_cache", [True, False])
-def test_cached_attention_equals_the_dense_definition(rng, own_in_cache):
+def test_cached_attention_equals_the_dense_definition(rng, own_in_cache, scales):
     """NaN in slots that the mask hides is harmless for keys; values there are zeros or finite."""
     q = rng.normal(size=(2, 1, 2, 3, 4))
     k, v = rng.normal(size=(2, 2, 6, 2, 4))
     mask = np.array([[1, 1, 0, 0, 1, 1], [1, 1, 1, 0, 1, 1]], bool)
-    expected = _dense_attention(q, k, v, mask[:, None])[:, 0]
+    expected = _dense_attention(q, k, v, mask[:, None], **scales)[:, 0]
     q32, k32, v32 = (jnp.asarray(x, jnp.float32) for x in (q[:, 0], k, v))
     k_cache, v_cache = k32.transpose(0, 2, 3, 1), v32.transpose(0, 2, 1, 3)
     k_cache = k_cache.at[:, :, :, 3].set(jnp.nan)
@@ -130,5 +183,5 @@ def test_cached_attention_equals_the_dense_definition(rng, own_in_cache):
         own = (k32[:, 5], v32[:, 5])
         mask[:, 5] = False
         k_cache, v_cache = k_cache.at[..., 5].set(jnp.nan), v_cache.at[:, :, 5].set(7.0)
-    got = layers.attend_cached(q32, k_cache, v_cache, jnp.asarray(mask), own)
+    got = layers.attend_cached(q32, k_cache, v_cache, jnp.asarray(mask), own, **scales)
     np.testing.assert_allclose(got, expected, atol=1e-5)

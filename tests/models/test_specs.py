@@ -36,6 +36,11 @@ PUBLISHED = {
     "llama-3.2-3b": 3_212_749_824,
     "llama-3.1-8b": 8_030_261_248,
     "llama-3.1-70b": 70_553_706_496,
+    "gemma-2-2b": 2_614_341_888,
+    "gemma-2-9b": 9_241_705_984,
+    "gemma-2-27b": 27_227_128_320,
+    "gemma-3-270m": 268_098_176,
+    "gemma-3-1b": 999_885_952,
     "deepseek-r1-distill-qwen-1.5b": 1_777_088_000,
     "deepseek-r1-distill-qwen-7b": 7_615_616_512,
     "deepseek-r1-distill-qwen-14b": 14_770_033_664,
@@ -55,7 +60,7 @@ SMALL = {
         num_kv_heads=2,
         head_dim=16,
     )
-    for name in ("qwen2.5-0.5b", "qwen3-8b", "llama-3.1-8b")
+    for name in ("qwen2.5-0.5b", "qwen3-8b", "llama-3.1-8b", "gemma-2-2b", "gemma-3-1b")
 }
 
 LAYER_NAMES = {
@@ -64,10 +69,14 @@ LAYER_NAMES = {
     *(f"self_attn.{name}_proj.weight" for name in "qkvo"),
     *(f"mlp.{name}_proj.weight" for name in ("gate", "up", "down")),
 }
+QK_NORMS = {"self_attn.q_norm.weight", "self_attn.k_norm.weight"}
+POST_NORMS = {"pre_feedforward_layernorm.weight", "post_feedforward_layernorm.weight"}
 EXTRA_NAMES = {
     "qwen2": {f"self_attn.{name}_proj.bias" for name in "qkv"},
-    "qwen3": {"self_attn.q_norm.weight", "self_attn.k_norm.weight"},
+    "qwen3": QK_NORMS,
     "llama": set(),
+    "gemma2": POST_NORMS,
+    "gemma3_text": QK_NORMS | POST_NORMS,
 }
 
 
@@ -119,6 +128,17 @@ def test_initial_statistics():
     assert len(set(draws)) == len(draws) == 8  # no two leaves share a stream
     kernel = params["layers"]["up_kernel"]
     assert not np.array_equal(kernel[0], kernel[1])
+
+
+def test_norms_that_add_one_start_at_zero():
+    params = init_params(jax.random.key(1), SMALL["gemma-3-1b"])
+    norms = [
+        leaf
+        for path, leaf in jax.tree_util.tree_leaves_with_path(params)
+        if path[-1].key.endswith("norm")
+    ]
+    assert len(norms) == 7  # four around attention and MLP, two of q and k, the last
+    assert all((leaf == 0).all() for leaf in norms)
 
 
 def test_a_spec_names_every_axis():

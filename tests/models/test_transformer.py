@@ -37,6 +37,34 @@ CONFIGS = {
     "qwen3": dataclasses.replace(
         LLAMA, family="qwen3", qk_norm=True, head_dim=16, num_kv_heads=4, tie_embeddings=False
     ),
+    "gemma2": dataclasses.replace(
+        LLAMA,
+        family="gemma2",
+        norm_plus_one=True,
+        post_norms=True,
+        activation="gelu_tanh",
+        scale_embeddings=True,
+        query_scalar=5,
+        sliding_window=3,
+        window_pattern=(True, False),
+        attention_softcap=1.5,
+        final_softcap=4.0,
+    ),
+    "gemma3": dataclasses.replace(
+        LLAMA,
+        family="gemma3_text",
+        num_layers=3,
+        rope_scaling=RopeScaling("linear", 4.0),
+        rope_local_theta=100.0,
+        norm_plus_one=True,
+        post_norms=True,
+        qk_norm=True,
+        activation="gelu_tanh",
+        scale_embeddings=True,
+        query_scalar=12,
+        sliding_window=2,
+        window_pattern=(True, True, False),
+    ),
 }
 QWEN2 = CONFIGS["qwen2"]
 
@@ -68,7 +96,7 @@ def _params(config, dtype=np.float32):
     def draw(path, leaf):
         name = path[-1].key
         noise = rng.normal(size=leaf.shape, scale=0.1 if name.endswith("norm") else 0.2)
-        return np.asarray(noise + name.endswith("norm"), dtype)
+        return np.asarray(noise + (name.endswith("norm") and not config.norm_plus_one), dtype)
 
     drawn = jax.tree_util.tree_map_with_path(draw, abstract_params(config))
     return jax.tree.map(jnp.asarray, drawn)
@@ -91,13 +119,23 @@ def _oracle(params, tokens, positions, segments, config):
     width, group = config.head_dim, config.num_heads // config.num_kv_heads
 
     def norm(x, scale):
-        return x / np.sqrt((x**2).mean(-1, keepdims=True) + config.norm_eps) * scale
+        y = x / np.sqrt((x**2).mean(-1, keepdims=True) + config.norm_eps)
+        return y * (scale + config.norm_plus_one)
 
-    def rotate(x, position):
+    def act(x):
+        if config.activation == "silu":
+            return x / (1 + np.exp(-x))
+        return x / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+
+    def rotate(x, position, local):
         out = x.copy()
         for i in range(width // 2):
             frequency = config.rope_theta ** (-2 * i / width)
-            if config.rope_scaling is not None:
+            if local and config.rope_local_theta:
+                frequency = config.rope_local_theta ** (-2 * i / width)
+            elif config.rope_scaling is not None and config.rope_scaling.kind == "linear":
+                frequency /= config.rope_scaling.factor
+            elif config.rope_scaling is not None:
                 wavelength = 2 * np.pi / frequency
                 turns = config.rope_scaling.original_max_positions / wavelength
                 keep = np.clip((turns - 1) / (4 - 1), 0, 1)
@@ -109,8 +147,8 @@ def _oracle(params, tokens, positions, segments, config):
 
     out = np.zeros((*tokens.shape, config.hidden_size))
     for row, (ids, place, segment) in enumerate(zip(tokens, positions, segments, strict=True)):
-        x = params["embed"][ids]
-        for index in range(config.num_layers):
+        x = params["embed"][ids] * (config.hidden_size**0.5 if config.scale_embeddings else 1)
+        for index, local in enumerate(config.windowed_layers):
             layer = {name: w[index] for name, w in params["layers"].items()}
             h = norm(x, layer["attention_norm"])
             heads = {}
@@ -121,18 +159,23 @@ def _oracle(params, tokens, positions, segments, config):
                 if name != "v":
                     y = norm(y, layer[f"{name}_norm"]) if config.qk_norm else y
                     for t, head in np.ndindex(y.shape[:2]):
-                        y[t, head] = rotate(y[t, head], place[t])
+                        y[t, head] = rotate(y[t, head], place[t], local)
                 heads[name] = y
             mixed = np.zeros((len(ids), config.num_heads, width))
             for t, head in np.ndindex(mixed.shape[:2]):
                 seen = [s for s in range(t + 1) if segment[s] == segment[t]]
+                if local:
+                    seen = [s for s in seen if place[t] - place[s] < config.sliding_window]
                 keys, values = (heads[n][seen, head // group] for n in "kv")
-                weights = _softmax(keys @ heads["q"][t, head] / np.sqrt(width))
-                mixed[t, head] = weights @ values
-            x = x + mixed.reshape(len(ids), -1) @ layer["o_kernel"]
+                scores = keys @ heads["q"][t, head] / np.sqrt(config.query_scalar or width)
+                if config.attention_softcap:
+                    scores = config.attention_softcap * np.tanh(scores / config.attention_softcap)
+                mixed[t, head] = _softmax(scores) @ values
+            h = mixed.reshape(len(ids), -1) @ layer["o_kernel"]
+            x = x + (norm(h, layer["attention_post_norm"]) if config.post_norms else h)
             h = norm(x, layer["mlp_norm"])
-            gate = h @ layer["gate_kernel"]
-            x = x + (gate / (1 + np.exp(-gate)) * (h @ layer["up_kernel"])) @ layer["down_kernel"]
+            h = (act(h @ layer["gate_kernel"]) * (h @ layer["up_kernel"])) @ layer["down_kernel"]
+            x = x + (norm(h, layer["mlp_post_norm"]) if config.post_norms else h)
         out[row] = norm(x, params["final_norm"])
     return out
 
@@ -155,7 +198,10 @@ def test_forward_equals_a_float64_numpy_model(name, rng):
         np.testing.assert_allclose(exact, expected, rtol=0, atol=1e-11)
         logits = transformer.logits(params, exact, config)
         matrix = params["embed"] if config.tie_embeddings else params["lm_head"]
-        np.testing.assert_allclose(logits, expected @ np.asarray(matrix).T, rtol=0, atol=1e-10)
+        wanted = expected @ np.asarray(matrix).T
+        if config.final_softcap:
+            wanted = config.final_softcap * np.tanh(wanted / config.final_softcap)
+        np.testing.assert_allclose(logits, wanted, rtol=0, atol=1e-10)
     inputs = (jnp.asarray(x, jnp.int32) for x in (tokens, positions, segments))
     hidden = forward(_params(config), *inputs, config=config)
     np.testing.assert_allclose(hidden, expected, atol=2e-5)
@@ -184,9 +230,54 @@ def test_gradients_flow_to_the_past_of_the_same_segment_alone():
     np.testing.assert_array_equal(flows > 0, wanted)  # exactly zero elsewhere
 
 
-def test_packing_equals_separate_rows_on_either_side_of_any_padding(rng):
+def test_a_windowed_layer_reads_its_window_and_no_further():
+    """One layer, so that nothing travels on; two documents, the window shorter than either."""
+    config = dataclasses.replace(CONFIGS["gemma3"], num_layers=1, sliding_window=3)
+    tokens = jnp.arange(11)[None] + 20
+    positions = jnp.array([[0, 1, 2, 3, 4, 5, 0, 1, 2, 3, 4]])
+    segments = jnp.array([[1] * 6 + [2] * 5])
+    params = _params(config)
+
+    @jit
+    def jacobian(embed):
+        def read(embed):
+            inputs = {**params, "embed": embed}
+            hidden = transformer.forward(inputs, tokens, positions, segments, config=config)
+            return hidden[0] @ jnp.linspace(0.5, 1.5, 32)
+
+        return jax.jacrev(read)(embed)[:, 20:31]
+
+    flows = np.abs(jacobian(params["embed"])).max(-1) > 0
+    time, segment = np.arange(11), np.asarray(segments[0])
+    age = time[:, None] - time[None]
+    np.testing.assert_array_equal(
+        flows, (age >= 0) & (age < 3) & (segment[:, None] == segment[None])
+    )
+
+
+def test_a_window_that_is_never_left_changes_nothing(rng):
+    config = CONFIGS["gemma2"]
+    inputs = _rows(rng.integers(0, 97, (2, 9)))
+    params = _params(config)
+    wide = dataclasses.replace(config, sliding_window=9)
+    none = dataclasses.replace(config, sliding_window=None, window_pattern=())
+    same = forward(params, *inputs, config=none)
+    np.testing.assert_allclose(forward(params, *inputs, config=wide), same, atol=1e-6)
+    assert np.abs(forward(params, *inputs, config=config) - same).max() > 1e-2
+
+
+def test_the_embedding_factor_is_rounded_to_the_compute_dtype():
+    """As in transformers: sqrt(3072) = 55.43 is 55.5 in bfloat16."""
+    config = dataclasses.replace(CONFIGS["gemma2"], hidden_size=3072)
+    params, tokens = {"embed": jnp.ones((2, 3072))}, jnp.zeros(1, jnp.int32)
+    for dtype, factor in ((jnp.bfloat16, 55.5), (jnp.float32, np.float32(3072**0.5))):
+        assert (transformer._embed(params, tokens, config, dtype) == factor).all()
+
+
+@pytest.mark.parametrize("name", ["qwen2", "gemma2", "gemma3"])
+def test_packing_equals_separate_rows_on_either_side_of_any_padding(name, rng):
     a, b = rng.integers(0, 97, 5), rng.integers(0, 97, 7)
-    params = _params(QWEN2)
+    params = _params(CONFIGS[name])
 
     def run(row, lead, trail):
         """Documents ``row`` after ``lead`` and before ``trail`` padding tokens of any id."""
@@ -197,7 +288,7 @@ def test_packing_equals_separate_rows_on_either_side_of_any_padding(rng):
         )
         full = (np.pad(x, (0, len(tokens) - len(x))) for x in (positions, segments))
         inputs = (jnp.asarray(x, jnp.int32)[None] for x in (tokens, *full))
-        hidden = forward(params, *inputs, config=QWEN2)
+        hidden = forward(params, *inputs, config=CONFIGS[name])
         assert np.isfinite(hidden).all()
         return hidden[0, lead : len(tokens) - trail]
 
@@ -367,12 +458,13 @@ def test_decoding_equals_the_teacher_forced_forward(name, unroll, rng):
     assert decode_step._cache_size() == before + 1  # one program for all steps
 
 
-def test_both_forms_of_the_decode_step_agree_in_bfloat16(rng):
+@pytest.mark.parametrize("name", ["qwen2", "gemma3"])
+def test_both_forms_of_the_decode_step_agree_in_bfloat16(name, rng):
     prompts, lengths, responses, _ = _prompts_and_rows(rng, 1, 2)
     lengths, results = jnp.asarray(lengths), []
-    settings = {"config": QWEN2, "compute_dtype": jnp.bfloat16}
+    settings = {"config": CONFIGS[name], "compute_dtype": jnp.bfloat16}
     for unroll in (True, False):
-        params = _params(QWEN2)
+        params = _params(CONFIGS[name])
         _, cache = prefill(
             params, jnp.asarray(prompts), lengths, response_slots=2, unroll=unroll, **settings
         )

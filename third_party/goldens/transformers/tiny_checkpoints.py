@@ -11,6 +11,7 @@ import numpy as np
 
 SEED = 20260817
 BATCH, LENGTH = 3, 16
+GEMMA = ("gemma2", "gemma3_text")
 
 _LLAMA3_SCALING = {
     "factor": 8.0,
@@ -39,8 +40,27 @@ def _config(model_type: str, architecture: str, **fields: object) -> dict:
     } | fields
 
 
-# One entry a layout. The first four are written in the spelling of transformers 4 (`rope_theta`,
-# `rope_scaling`), as nearly every published checkpoint is; the last in that of transformers 5.
+def _gemma_config(model_type: str, architecture: str, **fields: object) -> dict:
+    """Windows shorter than the sequences, a query scale that is not the head size's."""
+    common = {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "hidden_size": 48,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "query_pre_attn_scalar": 7,
+        "sliding_window": 5,
+        "attention_bias": False,
+    }
+    config = _config(model_type, architecture, **(common | fields))
+    if config["hidden_act"] == "silu":
+        del config["hidden_act"]
+    return config
+
+
+# One entry a layout. Those with `rope_parameters` are written in the spelling of transformers 5,
+# the others in that of transformers 4 (`rope_theta`, `rope_scaling`), as nearly every published
+# checkpoint is.
 CONFIGS: dict[str, dict] = {
     "llama3": _config(
         "llama",
@@ -106,6 +126,40 @@ CONFIGS: dict[str, dict] = {
         sliding_window=None,
         max_window_layers=2,
     ),
+    # As published: neither tie_word_embeddings nor layer_types. Caps that the values reach.
+    "gemma2": _gemma_config(
+        "gemma2",
+        "Gemma2ForCausalLM",
+        hidden_act="gelu_pytorch_tanh",
+        num_hidden_layers=3,
+        rope_theta=10000.0,
+        sliding_window_size=5,
+        attn_logit_softcapping=3.0,
+        final_logit_softcapping=5.0,
+    ),
+    "gemma3": _gemma_config(
+        "gemma3_text",
+        "Gemma3ForCausalLM",
+        num_hidden_layers=4,
+        rope_theta=1000000,
+        rope_local_base_freq=100,
+        rope_scaling={"factor": 8.0, "rope_type": "linear"},
+        sliding_window_pattern=3,
+        attn_logit_softcapping=None,
+        final_logit_softcapping=None,
+    ),
+    "gemma3_layer_types": _gemma_config(
+        "gemma3_text",
+        "Gemma3ForCausalLM",
+        num_hidden_layers=4,
+        rope_parameters={
+            "full_attention": {"rope_theta": 50000.0, "rope_type": "default"},
+            "sliding_attention": {"rope_theta": 200.0, "rope_type": "default"},
+        },
+        layer_types=["full_attention", *["sliding_attention"] * 2, "full_attention"],
+        tie_word_embeddings=False,
+        use_bidirectional_attention=False,
+    ),
 }
 
 
@@ -133,11 +187,16 @@ def tensor_shapes(config: dict) -> dict[str, tuple[int, ...]]:
                 "self_attn.k_proj.bias": (kv_heads * h,),
                 "self_attn.v_proj.bias": (kv_heads * h,),
             }
-        if config["model_type"] == "qwen3":
+        if config["model_type"] in GEMMA:
+            layer |= {
+                "pre_feedforward_layernorm.weight": (d,),
+                "post_feedforward_layernorm.weight": (d,),
+            }
+        if config["model_type"] in ("qwen3", "gemma3_text"):
             layer |= {"self_attn.q_norm.weight": (h,), "self_attn.k_norm.weight": (h,)}
         shapes |= {f"model.layers.{i}.{name}": shape for name, shape in layer.items()}
     shapes["model.norm.weight"] = (d,)
-    if not config["tie_word_embeddings"]:
+    if not config.get("tie_word_embeddings", config["model_type"] in GEMMA):
         shapes["lm_head.weight"] = (v, d)
     return shapes
 
@@ -157,7 +216,8 @@ def tensors(case: str) -> dict[str, np.ndarray]:
     for name, shape in tensor_shapes(CONFIGS[case]).items():
         bell = _bell(_random_state(case, name), shape)
         if name.endswith("norm.weight"):
-            value = 1 + 0.2 * bell
+            # Gemma's norms multiply by 1 + their weight.
+            value = 0.2 * bell + (CONFIGS[case]["model_type"] not in GEMMA)
         elif name.endswith("bias"):
             value = 0.5 * bell
         elif name.endswith(("embed_tokens.weight", "lm_head.weight")):
