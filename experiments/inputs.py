@@ -34,7 +34,10 @@ class Model(NamedTuple):
 def load_model(
     config: Settings, workdir: pathlib.Path, check: Callable[[], None] = lambda: None
 ) -> Model:
-    """Opens ``model.path`` (made first, in the embedded recipe, with ``check``) and its tokenizer."""
+    """Opens ``model.path`` (in the embedded recipe made first) and its tokenizer.
+
+    ``check`` is called while the start model is made; what it raises ends that.
+    """
     if "embedded" in config:
         embedded.prepare(config, workdir, check)
         directory = workdir / config.model.path

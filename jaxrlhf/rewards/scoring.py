@@ -12,7 +12,10 @@ import collections
 import functools
 import importlib
 import inspect
+import os
 import sys
+import sysconfig
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -48,6 +51,9 @@ class Scores:
 def load_scorer(path: str, keywords: Mapping[str, Any] | None = None) -> Scorer:
     """Imports a scorer by dotted path, such as ``jaxrlhf.rewards.gsm8k.score``.
 
+    A module may also lie in the current directory, which is appended to ``sys.path``: a program
+    that is started by its file name has that file's folder there instead.
+
     Args:
       path: ``package.module.function``.
       keywords: keyword arguments from a config, bound now by ``functools.partial``.
@@ -59,13 +65,18 @@ def load_scorer(path: str, keywords: Mapping[str, Any] | None = None) -> Scorer:
     module_name, _, attribute = path.rpartition(".")
     if not module_name:
         raise ScoringError(f"Scorer {path!r} is no dotted path: write package.module.function.")
+    here = os.getcwd()
+    if not {here, ""} & set(sys.path):
+        sys.path.append(here)
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is None or not (module_name + ".").startswith(error.name + "."):
             raise  # the module is there, but something that it imports is not
         raise ScoringError(
-            f"Scorer {path!r}: there is no module {error.name!r}; correct the path, or install it."
+            f"Scorer {path!r}: there is no module {error.name!r} on Python's path, nor in the "
+            f"current directory {here}; correct the name, start where the module lies, or set "
+            "PYTHONPATH."
         ) from error
     scorer = getattr(module, attribute, None)
     if scorer is None:
@@ -103,7 +114,9 @@ def find_unscorable(scorer: Scorer, records: Sequence[Mapping[str, Any]]) -> dic
     try:
         found = check(records)
     except Exception as error:
-        raise ScoringError(f"check_records of scorer {name} failed: {_told(error)}") from error
+        raise ScoringError(
+            f"check_records of scorer {name} failed: {_told(error)}{_at(error)}"
+        ) from error
     if not isinstance(found, Mapping):
         raise ScoringError(
             f"check_records of scorer {name} returned a {type(found).__name__}; return a dict of "
@@ -144,7 +157,7 @@ def score_rows(
     try:
         returned = _as_rows(scorer(prompts, responses, records), len(records))
     except Exception as error:
-        problem = f"Scorer {name} failed: {_told(error)}"
+        problem = f"Scorer {name} failed: {_told(error)}{_at(error)}"
         if on_error == "raise":
             raise ScoringError(problem) from error
         nothing = np.zeros(len(records), np.float32)
@@ -245,6 +258,16 @@ def _told(error: Exception, plain: type[Exception] = ScoringError) -> str:
     """The exception on one line; of the kind ``plain`` its text alone."""
     text = " ".join(str(error).split())
     return text if type(error) is plain and text else f"{type(error).__name__}: {text}"
+
+
+def _at(error: Exception) -> str:
+    """`` (file:line in function)``, where the user's own code, not a library's, was last."""
+    libraries = tuple(sysconfig.get_paths()[key] for key in ("stdlib", "purelib", "platlib"))
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename != __file__]
+    own = [f for f in frames if not f.filename.startswith(("<", *libraries))]
+    for frame in reversed(own or frames):
+        return f" ({frame.filename}:{frame.lineno} in {frame.name})"
+    return ""
 
 
 def _stack(rows: dict[int, dict[str, float]], num_rows: int, problems: tuple[str, ...]) -> Scores:

@@ -1,12 +1,16 @@
 """Scorers of users: whatever they return, no row gets a reward that was not given."""
 
 import functools
+import os
+import pathlib
+import subprocess
 import sys
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxrlhf.rewards import scoring
 from jaxrlhf.rewards.scoring import (
     ScoringError,
     find_unscorable,
@@ -206,7 +210,7 @@ def test_loads_by_path_and_binds_keywords(module):
     ("path", "keywords", "message"),
     [
         ("half", {}, "is no dotted path"),
-        ("no_such_module.half", {}, "there is no module 'no_such_module'"),
+        ("no_such_module.half", {}, "there is no module 'no_such_module' on Python's path, nor in"),
         ("jaxrlhf.rewards.nothing.score", {}, r"there is no module 'jaxrlhf\.rewards\.nothing'"),
         ("my_scorers.nothing", {}, "module my_scorers has no 'nothing'"),
         ("my_scorers.number", {}, "of type int; name a function"),
@@ -217,6 +221,58 @@ def test_loads_by_path_and_binds_keywords(module):
 def test_what_cannot_be_loaded_says_why(module, path, keywords, message):
     with pytest.raises(ScoringError, match=message):
         load_scorer(path, keywords)
+
+
+def test_a_scorer_may_lie_in_the_current_directory(tmp_path, monkeypatch):
+    """A script has its own folder on the path, and not the one that it is started in."""
+    (tmp_path / "scorer_of_here.py").write_text("def score(p, r, records): return [2.0] * len(r)\n")
+    (tmp_path / "json.py").write_text("raise RuntimeError('hides another module')\n")
+    script = "import sys; sys.path[:] = [p for p in sys.path if p]\n"
+    script += "from jaxrlhf.rewards.scoring import load_scorer\n"
+    script += "print(load_scorer('scorer_of_here.score')([0], [0], [0]))\n"
+    script += "import http.cookiejar, json; assert 'here' not in json.__file__\n"
+    script += "load_scorer('nowhere_at_all.score')\n"
+    root = pathlib.Path(scoring.__file__).parents[2]
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True,
+        env=os.environ | {"PYTHONPATH": str(root)}, check=False,
+    )  # fmt: skip
+    assert done.stdout == "[2.0]\n", done.stderr
+    assert f"nor in the current directory {tmp_path}; " in done.stderr
+
+
+FAULTY = {
+    "return [helper({}) for _ in responses]": ("helper", "KeyError: 'nope'"),
+    "return json.loads('{')": ("score", "JSONDecodeError: Expecting property"),
+    "return (helper({}) for _ in responses)": ("helper", "KeyError: 'nope'"),
+    "raise ValueError('two\\nlines')": ("score", "ValueError: two lines"),
+    "return np.ones(2) @ np.ones(3)": ("score", "ValueError: matmul"),
+}
+
+
+@pytest.mark.parametrize("body", FAULTY)
+@pytest.mark.parametrize("on_error", ["raise", "skip"])
+def test_a_scorer_that_fails_tells_its_own_last_line(tmp_path, monkeypatch, body, on_error):
+    path = tmp_path / "faulty_scorer.py"
+    path.write_text(
+        "import json\nimport numpy as np\n\ndef helper(x):\n    return x['nope']\n\n"
+        f"def score(prompts, responses, records):\n    {body}\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "faulty_scorer", raising=False)
+    scorer = load_scorer("faulty_scorer.score")
+    monkeypatch.delitem(sys.modules, "faulty_scorer")
+    function, said = FAULTY[body]
+    if on_error == "skip":
+        (told,) = score_rows(scorer, "abc", "def", RECORDS, on_error="skip").problems
+    else:
+        with pytest.raises(ScoringError) as error:
+            score_rows(scorer, "abc", "def", RECORDS)
+        told = str(error.value)
+    assert told.startswith(f"Scorer faulty_scorer.score failed: {said}")
+    line = {"helper": 5, "score": 8}[function]
+    assert told.endswith(f" ({path}:{line} in {function})")
+    assert "\n" not in told
 
 
 def test_a_missing_dependency_of_a_scorer_is_not_hidden(module):
