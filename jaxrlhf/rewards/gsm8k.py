@@ -1,6 +1,7 @@
 """GSM8K's scorer: compares numbers, and tells "no answer found" from "wrong answer".
 
-``score`` reads the number right after the last ``####`` that has one; with ``lenient=True`` it
+``score`` reads the number right after the last ``####`` that has one (on the same line, or alone on
+the next line that is not blank); with ``lenient=True`` it
 falls back to the last ``\\boxed{...}`` and then to the last number of the text. ``strict_verl``
 behaves as verl's strict scorer and is here for comparison: print the scorer beside every score
 (``scoring.scorer_name``), since the same answers get different figures.
@@ -27,11 +28,11 @@ _SAME_MEANING = str.maketrans(
         **dict.fromkeys("\u2018\u2019", "'"),
     }
 )
-# What may stand between a marker and its number, on the same line: #### **$18**, #### \(18\)
+# What may stand between a marker and its number: #### **$18**, #### \(18\)
 _DECORATION = re.compile(r"""(?:[ *_`"'\#:=~(\[{$\\]|boxed|text)*""")
 _NUMBER = re.compile(
     r"""
-    (?P<sign>[-+]?) [ $]{0,3}
+    (?P<sign>[-+]?) (?P<listed>(?<=[-+])[ ])? [ $]{0,3}
     (?: \\?[dt]?frac\{(?P<top>[0-9]+)\}\{(?P<bottom>[0-9]+)\}
       | (?: (?P<units>[0-9]+)[ ] )? (?P<numerator>[0-9]+)/(?P<denominator>[0-9]+)
       | (?P<decimal>
@@ -46,6 +47,10 @@ _NUMBER = re.compile(
 )
 # A number that goes on like this is none: 3.4.5, 1,00, 3:30, 5-6, 12 + 6 = 18, 1e999
 _GOES_ON = re.compile(r"[0-9]|[.,:'/][0-9]|[eE][-+]?[0-9]| ?[-+*/=^×÷] ?[0-9]")
+# After "####" at a line's end the number has the next line to itself, so that the first item of a
+# list (1. So ...) or a text's first word (3 apples ...) is no answer.
+_LINE_BREAK = re.compile(r" *(?:\r?\n *)+")
+_LINE_ENDS = re.compile(r"[^\w\n]*(?:\n|\Z)")
 _MAY_BEGIN = re.compile(r"(?<!\w)(?<![0-9][.,:/])[-+]?[ $]{0,3}\.?[0-9]")
 
 
@@ -65,7 +70,8 @@ def extract_answer(text: str, *, lenient: bool = False) -> Answer:
       lenient: also accept ``\\boxed{18}``, else the last number of the text.
 
     Returns:
-      The exact value and one of ``RULES``. Thousands separators (comma, space, apostrophe),
+      The exact value and one of ``RULES``. After ``####`` at the end of a line the next line is
+      read, if nothing but a number stands on it. Thousands separators (comma, space, apostrophe),
       currency signs, bold, percent signs and units are passed over: 18% is 18. A malformed
       number (``1,00``), a range or an unfinished sum is no answer.
     """
@@ -190,9 +196,12 @@ def _last_number(text: str) -> Fraction | None:
 
 def _number_at(window: str) -> Fraction | None:
     window = window.translate(_SAME_MEANING)
-    decoration = _DECORATION.match(window)
+    line_break = _LINE_BREAK.match(window)
+    decoration = _DECORATION.match(window, line_break.end() if line_break else 0)
     match = _NUMBER.match(window, decoration.end() if decoration else 0)
     if match is None or match.end() > _WINDOW - 10 or _GOES_ON.match(window, match.end()):
+        return None
+    if line_break and (match["listed"] or not _LINE_ENDS.match(window, match.end())):
         return None
     return _value(match)
 
