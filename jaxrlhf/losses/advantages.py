@@ -6,7 +6,16 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxrlhf.losses.masked import check_segments, check_shapes, last_action, zero_outside
+from jaxrlhf.losses.masked import (
+    as_float,
+    check_boolean,
+    check_segments,
+    check_shapes,
+    last_action,
+    zero_outside,
+)
+
+_BLOCK = 128  # time steps; measured on a CPU: 64 and 512 are a third slower at 1024 x 1024
 
 
 def gae(
@@ -56,8 +65,8 @@ def gae(
         raise ValueError(f"masked is {masked!r}: choose 'skip' or 'zero_value_steps'.")
     check_shapes({"rewards": rewards, "values": values, "mask": mask})
     check_segments(segment_ids, mask.shape)
-    rewards = zero_outside(mask, rewards)
-    values = zero_outside(mask, values)
+    check_boolean("mask", mask)
+    rewards, values = as_float(rewards), as_float(values)  # the mask acts in the recursion
     dtype = jnp.promote_types(rewards.dtype, values.dtype)
     gamma, lam = jnp.asarray(gamma, dtype), jnp.asarray(lam, dtype)
     if bootstrap is not None:
@@ -89,23 +98,38 @@ def _segment_ends(segment_ids: jax.Array) -> jax.Array:
 def _recursion(
     inputs: list[jax.Array], gamma: jax.Array, lam: jax.Array, *, skip: bool
 ) -> tuple[jax.Array, jax.Array]:
-    """Scan backwards over the last axis of (rewards, values, mask[, segment ends]).
+    """Backwards over the last axis of (rewards, values, mask[, segment ends]).
 
     The carry is what the future is worth: future = gamma (V_next + lam A_next), so that
-    A = r - V + future. All arithmetic stays inside the step, where arrays are contiguous.
+    A = r - V + future. Each block of time is transposed on its own, while it fits a cache, so that
+    a step reads and writes contiguous arrays; the barriers keep XLA from undoing that.
     """
 
-    def step(future, token):
+    def step(future: jax.Array, token: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
         reward, value, action, *end = token
         if end:
             future = jnp.where(end[0], 0, future)
         advantage = jnp.where(action, reward - value + future, 0)
-        returns = jnp.where(action, advantage + value, 0)
         passed_on = future if skip else gamma * lam * future
-        future = jnp.where(action, gamma * (value + lam * advantage), passed_on)
-        return future, (advantage, returns)
+        return jnp.where(action, gamma * (value + lam * advantage), passed_on), advantage
 
-    time_first = [jnp.moveaxis(x, -1, 0) for x in inputs]
-    future = jnp.zeros_like(time_first[0][0])
-    advantages, returns = lax.scan(step, future, time_first, reverse=True)[1]
-    return jnp.moveaxis(advantages, 0, -1), jnp.moveaxis(returns, 0, -1)
+    def block(
+        carry: tuple[jax.Array, jax.Array], start: jax.Array
+    ) -> tuple[tuple[jax.Array, jax.Array], None]:
+        future, advantages = carry
+        part = [lax.dynamic_slice_in_dim(x, start, size, axis=1).T for x in rows]
+        future, out = lax.scan(step, future, lax.optimization_barrier(part), reverse=True)
+        out = lax.optimization_barrier(out).T
+        return (future, lax.dynamic_update_slice_in_dim(advantages, out, start, axis=1)), None
+
+    _, values, mask, *_ = inputs
+    length = mask.shape[-1]
+    size = min(_BLOCK, max(length, 1))
+    padding = -length % size  # masked steps behind the end change nothing
+    rows = [jnp.pad(x.reshape(-1, length), ((0, 0), (0, padding))) for x in inputs]
+    # Like all inputs together: under shard_map the carry varies with whatever varies.
+    zeros = jnp.zeros_like(jnp.where(rows[2], rows[0] + rows[1], 0))
+    starts = jnp.arange(0, length + padding, size)
+    (_, advantages), _ = lax.scan(block, (zeros[:, 0], zeros), starts, reverse=True)
+    advantages = advantages[:, :length].reshape(mask.shape)
+    return advantages, jnp.where(mask, advantages + values, 0)

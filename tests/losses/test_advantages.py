@@ -127,6 +127,23 @@ def test_rows_equal_the_loop(masked, seed, gamma, lam):
         np.testing.assert_allclose(x, np.stack(golden), rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("length", [128, 129, 300])
+@pytest.mark.parametrize("masked", ["skip", "zero_value_steps"])
+def test_long_rows_in_blocks_equal_the_loop(rng, length, masked):
+    """Credit crosses the blocks of time, of which the last is filled up."""
+    rewards, values, mask = random_rows(rng, rows=2, length=length)
+    with jax.enable_x64(True):
+        found = jitted_gae(masked=masked)(rewards, values, mask, gamma=0.99, lam=0.97)
+        found = [np.asarray(x) for x in found]
+    for row in range(2):
+        expected = gae_loop(
+            rewards[row], values[row], mask[row], 0.99, 0.97,
+            zero_value_steps=masked == "zero_value_steps",
+        )  # fmt: skip
+        for x, y in zip(found, expected, strict=True):
+            np.testing.assert_allclose(x[row], y, rtol=1e-10, atol=1e-12)
+
+
 @hypothesis.settings(max_examples=15, deadline=None)
 @hypothesis.given(seed=st.integers(0, 2**32 - 1), actions=st.integers(1, 8))
 def test_a_row_cut_off_anywhere_is_worth_what_follows(seed, actions):
