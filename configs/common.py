@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from ml_collections import ConfigDict
-from ml_collections.config_dict import placeholder
 
 
 def parse_arg(arg: str | None, *, names: Sequence[str] = (), **defaults: Any) -> ConfigDict:
@@ -43,6 +42,8 @@ def parse_arg(arg: str | None, *, names: Sequence[str] = (), **defaults: Any) ->
 
 
 def _convert(key: str, text: str, kind: type) -> Any:
+    if not text:
+        raise ValueError(f"config argument {key}= is empty; give a value or leave it out.")
     booleans = {"true": True, "1": True, "false": False, "0": False}
     try:
         return booleans[text.lower()] if kind is bool else kind(text)
@@ -64,7 +65,7 @@ def optimizer(learning_rate: float) -> ConfigDict:
     c.beta2 = 0.999
     c.eps = 1e-8
     c.weight_decay = 0.01
-    c.max_grad_norm = 1.0
+    c.max_grad_norm = 1.0  # 0 for no clipping
     return c
 
 
@@ -73,7 +74,7 @@ def ppo() -> ConfigDict:
     c = ConfigDict()
     c.seed = 0
     c.total_epochs = 15
-    c.total_steps = placeholder(int)  # set it to stop after so many steps, whatever the epochs
+    c.total_steps = 0  # stops earlier, after so many steps; 0 for the epochs alone
     c.save_freq = 10  # steps between checkpoints; 0 saves at the end alone
     c.test_freq = 10  # steps between validations; 0 validates before and at the end alone
     c.keep_checkpoints = 2
@@ -88,7 +89,7 @@ def ppo() -> ConfigDict:
     c.data.val_files = "data/gsm8k/val.parquet"
     c.data.max_prompt_length = 512
     c.data.overlong_prompts = "filter"  # filter | truncate | error
-    c.data.max_val_prompts = placeholder(int)  # None validates on all of them
+    c.data.max_val_prompts = 0  # 0 validates on all of them
 
     c.rollout = ConfigDict()
     c.rollout.n = 1  # samples per prompt
@@ -109,14 +110,14 @@ def ppo() -> ConfigDict:
     c.ppo.ppo_epochs = 4
     c.ppo.clip_low = 0.2
     c.ppo.clip_high = 0.2
-    c.ppo.dual_clip = placeholder(float)
-    c.ppo.value_clip = 0.2
+    c.ppo.dual_clip = 0.0  # bound of the ratio where the advantage is negative; 0 for none
+    c.ppo.value_clip = 0.2  # 0 for none
     c.ppo.gamma = 1.0
     c.ppo.lam = 0.95
     c.ppo.whiten_advantages = True
     c.ppo.aggregation = "token_mean"
-    c.ppo.aggregation_norm = placeholder(float)  # the constant of seq_mean_token_sum_norm
-    c.ppo.entropy_coef = placeholder(float)
+    c.ppo.aggregation_norm = 0.0  # the constant of seq_mean_token_sum_norm, else 0
+    c.ppo.entropy_coef = 0.0
     c.ppo.critic_warmup = 0  # steps in which the critic alone is updated
 
     c.kl = ConfigDict()

@@ -55,7 +55,7 @@ def _smollm2(config: ConfigDict, model: str) -> None:
     config.data.max_val_prompts = 32
     config.total_steps = 20
     config.rollout.max_response_length = 128
-    config.rollout.batch_size = 32
+    config.rollout.batch_size = 16
     config.ppo.train_batch_size = 16
     config.ppo.ppo_mini_batch_size = 8
     config.ppo.ppo_micro_batch_size = 4

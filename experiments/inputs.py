@@ -66,7 +66,7 @@ def load_prompts(
     base = workdir if "embedded" in config else pathlib.Path()
     c = config.data
     out = []
-    for file, limit in ((c.train_files, None), (c.val_files, c.max_val_prompts)):
+    for file, limit in ((c.train_files, None), (c.val_files, c.max_val_prompts or None)):
         records = tables.read_table(base / file)[:limit]
         _check_scorable(config, records, file)
         with progress(f"tokenising {file}", total=len(records), unit="prompts") as advance:

@@ -64,7 +64,7 @@ def main(argv: list[str]) -> None:
     read = read_hub if HUB.value else functools.partial(read_local, pathlib.Path(INPUT.value or ""))
     try:
         written = convert(read, pathlib.Path(OUTPUT.value))
-    except TableError as error:
+    except (TableError, OSError) as error:
         raise SystemExit(f"preprocess: {error}") from error
     for path, rows in written.items():
         print(f"{path}: {rows} rows")

@@ -1,5 +1,6 @@
 """A config as read: which keys were, and which contradict each other."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,6 +20,19 @@ CHOICES = {
     "ppo.aggregation": tuple(AGGREGATIONS),
     "kl.where": ("reward", "loss", "none"),
 }
+WRITERS = ("console", "jsonl", "tensorboard", "wandb")
+# The smallest number that a key takes; no number is NaN.
+AT_LEAST_1 = [
+    "total_epochs", "keep_checkpoints", "data.max_prompt_length",
+    "rollout.n", "rollout.batch_size", "rollout.chunk_length", "rollout.max_response_length",
+    "ppo.train_batch_size", "ppo.ppo_mini_batch_size", "ppo.ppo_micro_batch_size", "ppo.ppo_epochs",
+]  # fmt: skip
+AT_LEAST_0 = [
+    "seed", "total_steps", "save_freq", "test_freq", "data.max_val_prompts",
+    "ppo.critic_warmup", "ppo.entropy_coef", "ppo.dual_clip", "ppo.value_clip",
+    "ppo.aggregation_norm", "kl.coef", "kl.target", "logging.rollouts_per_step",
+    "actor.learning_rate", "actor.max_grad_norm", "critic.learning_rate", "critic.max_grad_norm",
+]  # fmt: skip
 
 
 class Settings:
@@ -74,15 +88,31 @@ def check_ppo(config: Settings) -> None:
     Raises:
       ValueError: one sentence that names the keys and says what would do.
     """
-    ppo, kl, rollout = config.ppo, config.kl, config.rollout
-    batch, mini, micro = ppo.train_batch_size, ppo.ppo_mini_batch_size, ppo.ppo_micro_batch_size
-    rows = mini * rollout.n
-    _positive(config, "ppo", "train_batch_size", "ppo_mini_batch_size", "ppo_micro_batch_size")
-    _positive(config, "ppo", "ppo_epochs")
-    _positive(config, "rollout", "n", "batch_size", "chunk_length", "max_response_length")
-    _positive(config, "data", "max_prompt_length")
+    for least, keys in enumerate((AT_LEAST_0, AT_LEAST_1)):
+        for key in keys:
+            value = _get(config, key)
+            if not value >= least:  # so that NaN is refused as well
+                raise ValueError(f"{key}={value} must be at least {least}.")
     for key, choices in CHOICES.items():
         _one_of(config, key, choices)
+    if unknown := sorted(set(config.logging.writers) - set(WRITERS)):
+        raise ValueError(f"logging.writers names {unknown}; choose from {', '.join(WRITERS)}.")
+    if not config.rollout.temperature > 0:
+        raise ValueError(
+            f"rollout.temperature={config.rollout.temperature} leaves nothing to learn from; "
+            "training needs a positive temperature (validation is greedy by itself)."
+        )
+    _check_sizes(config.ppo, config.rollout)
+    _check_aggregation(config.ppo)
+    _check_kl(config.kl)
+    _check_warmup(config)
+    for role in ("actor", "critic"):
+        _check_schedule(role, getattr(config, role))
+
+
+def _check_sizes(ppo: Settings, rollout: Settings) -> None:
+    batch, mini, micro = ppo.train_batch_size, ppo.ppo_mini_batch_size, ppo.ppo_micro_batch_size
+    rows = mini * rollout.n
     if batch % mini:
         raise ValueError(
             f"ppo.train_batch_size={batch} is not a multiple of ppo.ppo_mini_batch_size={mini}; "
@@ -98,42 +128,47 @@ def check_ppo(config: Settings) -> None:
             f"rollout.n={rollout.n} is above rollout.batch_size={rollout.batch_size}; raise the "
             "latter, the rows that decode together, to a multiple of it."
         )
-    if rollout.temperature <= 0:
-        raise ValueError(
-            f"rollout.temperature={rollout.temperature} leaves nothing to learn from; "
-            "training needs a positive temperature (validation is greedy by itself)."
-        )
-    _check_aggregation(ppo)
-    _check_coefficients(config, kl)
 
 
 def _check_aggregation(ppo: Settings) -> None:
     mode, norm = ppo.aggregation, ppo.aggregation_norm
-    if (norm is None) == (mode == "seq_mean_token_sum_norm"):
+    if bool(norm) != (mode == "seq_mean_token_sum_norm"):
         raise ValueError(
             f"ppo.aggregation={mode!r} with ppo.aggregation_norm={norm}: give the constant "
             "together with seq_mean_token_sum_norm, and only then."
         )
 
 
-def _check_coefficients(config: Settings, kl: Settings) -> None:
-    _one_of(config, "kl.estimator", LOSS_KL_KINDS if kl.where == "loss" else KL_KINDS)
-    if kl.where == "none" and (kl.coef or kl.target):
+def _check_kl(kl: Settings) -> None:
+    if kl.where == "none":
+        if kl.coef or kl.target:
+            raise ValueError(
+                f"kl.coef={kl.coef} and kl.target={kl.target} have no effect while kl.where is "
+                "none; set both to 0, or kl.where to reward or loss."
+            )
+        return
+    kinds = LOSS_KL_KINDS if kl.where == "loss" else KL_KINDS
+    if kl.estimator not in kinds:
         raise ValueError(
-            f"kl.coef={kl.coef} and kl.target={kl.target} have no effect while kl.where is none; "
-            "set both to 0, or kl.where to reward or loss."
+            f"kl.estimator={kl.estimator!r} is unknown with kl.where={kl.where}; use one of "
+            f"{', '.join(kinds)}."
         )
-    if kl.where != "none" and kl.coef is None:
-        raise ValueError(f"kl.where={kl.where!r} needs kl.coef; give it a number.")
     if kl.target and not kl.coef:
         raise ValueError("kl.coef=0 stays 0 under the adaptive controller; give it a number.")
-    if kl.target and kl.horizon <= 0:
+    if kl.target and not kl.horizon > 0:
         raise ValueError(f"kl.horizon={kl.horizon} must be positive.")
-    for role in ("actor", "critic"):
-        _check_schedule(role, getattr(config, role))
-    if config.ppo.critic_warmup and not config.critic.learning_rate:
+
+
+def _check_warmup(config: Settings) -> None:
+    warmup, total = config.ppo.critic_warmup, config.total_steps
+    if warmup and not config.critic.learning_rate:
         raise ValueError(
             "ppo.critic_warmup has no effect while critic.learning_rate is 0; set one of them."
+        )
+    if total and warmup >= total:
+        raise ValueError(
+            f"ppo.critic_warmup={warmup} of total_steps={total} leaves no step to train the actor; "
+            "lower the former or raise the latter."
         )
 
 
@@ -151,16 +186,12 @@ def _check_schedule(role: str, optimizer: Settings) -> None:
         )
 
 
-def _positive(config: Settings, group: str, *names: str) -> None:
-    for name in names:
-        value = getattr(getattr(config, group), name)
-        if value < 1:
-            raise ValueError(f"{group}.{name}={value} must be at least 1.")
+def _get(config: Settings, key: str) -> Any:
+    return functools.reduce(getattr, key.split("."), config)
 
 
 def _one_of(config: Settings, key: str, choices: Sequence[str]) -> None:
-    group, _, name = key.partition(".")
-    value = getattr(getattr(config, group), name)
+    value = _get(config, key)
     if value not in choices:
         raise ValueError(f"{key}={value!r} is unknown here; use one of {', '.join(choices)}.")
 

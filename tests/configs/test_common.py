@@ -18,7 +18,7 @@ def test_no_argument_gives_the_defaults(arg):
 
 
 @given(
-    model=st.text(st.characters(exclude_characters=",", exclude_categories=["C", "Z"])),
+    model=st.text(st.characters(exclude_characters=",", exclude_categories=["C", "Z"]), min_size=1),
     layers=st.integers(),
     rate=st.floats(allow_nan=False),
     deep=st.sampled_from(["true", "1", "True", "false", "0"]),
@@ -46,6 +46,7 @@ def test_values_take_the_type_of_the_default(model, layers, rate, deep, big, ord
         ("rate=fast", ["rate='fast'", "float"]),
         ("deep=maybe", ["deep='maybe'", "bool"]),
         ("Tiny", ["'Tiny'"]),
+        ("model=", ["model=", "is empty"]),
     ],
 )
 def test_what_is_unknown_doubled_or_unreadable_is_named(arg, words):
