@@ -5,6 +5,7 @@ What a user can mend is one sentence; a fault of ours keeps its traceback.
 
 import functools
 import linecache
+import logging as standard_logging
 import pathlib
 import re
 import sys
@@ -29,6 +30,7 @@ TRACEBACK = flags.DEFINE_bool(
     "traceback", False, "Show the whole traceback where the program would print one sentence."
 )
 flags.mark_flag_as_required("config")
+_CLOSED = "Event loop is closed"
 _OURS = [pathlib.Path(package.__path__[0]) for package in (jaxrlhf, experiments, configs)]
 
 
@@ -48,10 +50,23 @@ def open_run(
     Raises:
       ValueError: one sentence that names the flag or the keys.
     """
-    logging.set_verbosity(logging.WARNING)  # orbax tells much at INFO
+    _silence_orbax()
     check(Settings(CONFIG.value))  # a view of its own: what only checks read counts as unread
     workdir, lock = open_workdir(CONFIG.value, WORKDIR.value, recipe_name(argv))
     return Settings(CONFIG.value), workdir, lock
+
+
+def _silence_orbax() -> None:
+    """orbax tells much at INFO, and a failed save in hundreds of lines; ours is one sentence."""
+    logging.set_verbosity(logging.FATAL)  # absl's logger, which here is orbax's alone
+    standard_logging.getLogger("asyncio").setLevel(standard_logging.CRITICAL)
+    sys.unraisablehook = _tell_unraisable
+
+
+def _tell_unraisable(fault: Any) -> None:
+    """Leaves out what tensorstore's callbacks say, once for each array of a failed save."""
+    if not isinstance(fault.exc_value, RuntimeError) or str(fault.exc_value) != _CLOSED:
+        sys.__unraisablehook__(fault)
 
 
 def recipe_name(argv: list[str]) -> str:

@@ -7,6 +7,7 @@ Hugging Face model directory), so that PPO does not know the difference.
 import functools
 import itertools
 import pathlib
+from collections.abc import Callable
 
 import jax
 import numpy as np
@@ -25,7 +26,9 @@ from jaxrlhf.types import TokenBatch
 CONTEXT = 512  # positions of the start model, more than the recipe needs
 
 
-def prepare(config: Settings, workdir: pathlib.Path) -> None:
+def prepare(
+    config: Settings, workdir: pathlib.Path, check: Callable[[], None] = lambda: None
+) -> None:
     """Writes the data and the start model of ``config.embedded`` into ``workdir``, once.
 
     The model directory appears whole at the end; if it is there, nothing is done.
@@ -33,6 +36,7 @@ def prepare(config: Settings, workdir: pathlib.Path) -> None:
     Args:
       config: of a run whose ``data.*_files`` and ``model.path`` are relative to ``workdir``.
       workdir: the run's directory.
+      check: called after every update of the warm-up; what it raises ends it, nothing is written.
     """
     c = config.embedded
     target = workdir / config.model.path
@@ -55,7 +59,7 @@ def prepare(config: Settings, workdir: pathlib.Path) -> None:
         records = word_problems.generate(config.seed, sizes[split], split=split)
         tables.write_table(workdir / file, records)
     words = tokenizer.build_word_tokenizer(word_problems.corpus(), workdir / "tokenizer")
-    params, model = _warm_up(words, demonstrations, seed=config.seed, **recipe)
+    params, model = _warm_up(words, demonstrations, check, seed=config.seed, **recipe)
     hf.save(
         target,
         params,
@@ -69,6 +73,7 @@ def prepare(config: Settings, workdir: pathlib.Path) -> None:
 def _warm_up(
     words: object,
     demonstrations: list[tables.Record],
+    check: Callable[[], None],
     *,
     seed: int,
     num_layers: int,
@@ -117,4 +122,5 @@ def _warm_up(
             batch = TokenBatch(*map(jax.numpy.asarray, arrays))
             state, _ = update(state, batch, hyper, None, loss_fn=loss_fn, name="sft")
             advance(1)
+            check()
     return state.params, model

@@ -3,12 +3,14 @@
 import contextlib
 import resource
 import signal
+import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+import numpy as np
 
 from jaxrlhf.types import Rollout
 
@@ -44,7 +46,7 @@ class StopRequest:
         if self.signum is not None:
             raise Interrupted
 
-    def exit_if_requested(self, message: str) -> None:
+    def exit_if_requested(self, message: str = "stopped before training began") -> None:
         """Where a stop was requested: prints the message, ends the process as its signal would."""
         if self.signum is not None:
             print(message)
@@ -76,9 +78,8 @@ class Phases:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 
     def pop(self) -> dict[str, float]:
-        """``{"time/rollout": …, "time/step": their sum}``, and starts over."""
+        """``{"time/rollout": …}``, and starts over."""
         out = {f"time/{name}": seconds for name, seconds in self.seconds.items()}
-        out["time/step"] = sum(self.seconds.values())
         self.seconds = {}
         return out
 
@@ -94,18 +95,30 @@ class CompileCounter:
         self.count += event == "/jax/core/compile/backend_compile_duration"
 
 
-def step_metrics(
-    phases: Phases, compiles: CompileCounter, rollout: Rollout, steps_left: int
-) -> dict[str, float]:
-    """What a step took: seconds by phase, tokens per second, compilations so far, peak memory."""
-    out = phases.pop()
-    seconds = out["time/step"]
-    return out | {
-        "time/left": seconds * steps_left,
-        "throughput/tokens_per_second": float(rollout.lengths.sum()) / seconds,
-        "compile/count": float(compiles.count),
-        "memory/peak_bytes": peak_memory_bytes(),
-    }
+class StepMetrics:
+    """What the steps of this process took; call it at the end of each, before a validation."""
+
+    def __init__(self, phases: Phases, compiles: CompileCounter) -> None:
+        self._phases, self._compiles = phases, compiles
+        self._seconds: list[float] = []
+
+    def __call__(self, rollout: Rollout, steps_left: int) -> dict[str, float]:
+        """Seconds by phase and in all, response tokens per second, compilations, peak memory.
+
+        ``time/left`` is the median step's seconds times the steps left, without validations. The
+        process's first step, which compiles, says nothing about it: it has none.
+        """
+        out = self._phases.pop()
+        seconds = sum(out.values())
+        self._seconds.append(seconds)
+        if len(self._seconds) > 1:
+            out["time/left"] = statistics.median(self._seconds[1:]) * steps_left
+        return out | {
+            "time/step": seconds,
+            "throughput/tokens_per_second": float(np.asarray(rollout.response_mask).sum()) / seconds,
+            "compile/count": float(self._compiles.count),
+            "memory/peak_bytes": peak_memory_bytes(),
+        }
 
 
 def peak_memory_bytes() -> float:

@@ -14,11 +14,12 @@ import jax.numpy as jnp
 
 from experiments import cli, inputs, monitor, outputs, ppo_steps
 from experiments.settings import check_ppo
+from experiments.workdir import fingerprint, naming
 from jaxrlhf.checkpoint import Checkpointer
 from jaxrlhf.data.prompts import PromptIterator
 from jaxrlhf.figures import training_curves
 from jaxrlhf.losses import init_kl_state
-from jaxrlhf.metrics import RolloutWriter
+from jaxrlhf.metrics import RolloutWriter, to_floats
 from jaxrlhf.models.heads import init_critic
 from jaxrlhf.progress import progress
 from jaxrlhf.rollout.sampling import step_key
@@ -29,55 +30,61 @@ from jaxrlhf.trainers.update import init_train_state, summarize
 def main(argv: list[str]) -> None:
     """Reads the config, builds what it describes, trains."""
     config, workdir, _lock = cli.open_run(argv, check_ppo)
-    stop, phases, compiles = monitor.StopRequest(), monitor.Phases(), monitor.CompileCounter()
+    stop, phases = monitor.StopRequest(), monitor.Phases()
+    took = monitor.StepMetrics(phases, monitor.CompileCounter())
 
     # What the config describes.
     c, kl, n = config.ppo, config.kl, config.rollout.n
-    model = inputs.load_model(config, workdir)
+    model = inputs.load_model(config, workdir, stop.exit_if_requested)
     train_set, val_set = inputs.load_prompts(config, workdir, model.tokenizer)
     data = PromptIterator(train_set, c.train_batch_size, config.seed)
     score = inputs.make_scorer(config)
     sampler = inputs.make_sampler(config, model)
-    validate = inputs.make_validation(config, sampler, val_set, score, model)
+    validate = inputs.make_validation(config, sampler, val_set, score, model, stop.check)
     hyper, actor_opt, critic_opt = ppo_steps.hyper_parameters(config)
     batch_rows, mini_rows = c.train_batch_size * n, c.ppo_mini_batch_size * n
-    steps = ppo_steps.bind(config, model, hyper)
-    control = ppo_steps.kl_controller(config)
+    steps, control = ppo_steps.bind(config, model, hyper), ppo_steps.kl_controller(config)
     run_key = jax.random.key(config.seed, impl="threefry2x32")
     total_steps = ppo_steps.total_steps(config, data.batches_per_epoch)
     writers = outputs.make_writers(config, workdir, total_steps)
     rollouts = RolloutWriter(workdir / "rollouts", rows=config.logging.rollouts_per_step)
-    checkpoints = Checkpointer(workdir / "checkpoints", keep=config.keep_checkpoints, report=print)
-    save_freq, test_freq, critic_warmup = config.save_freq, config.test_freq, c.critic_warmup
-    ppo_epochs, kl_state = c.ppo_epochs, init_kl_state(kl.coef or 0.0)
+    tests = ppo_steps.validations(config, total_steps)
+    report = ppo_steps.Report(workdir, model, writers, phases, validate, tests)
+    save_freq, critic_warmup, ppo_epochs = config.save_freq, c.critic_warmup, c.ppo_epochs
+    kl_state = init_kl_state(kl.coef or 0.0)
+    checkpoints = Checkpointer(
+        workdir / "checkpoints",
+        keep=config.keep_checkpoints,
+        fingerprint=fingerprint(model.directory, train_set.records, val_set.records),
+        report=print,
+    )
     config.refuse_unread()
 
     # The state of a run. What is not in here follows from the config and the step's number.
     ref_params = model.params
     actor = init_train_state(ref_params, actor_opt)
     critic = init_train_state(init_critic(ref_params, model.config), critic_opt, copy=False)
-    done: dict[str, Any] = {"step": 0, "data": data.state(), "best": -1.0}
-    saved = -1
+    done: dict[str, Any] = {"step": 0, "data": data.state(), "best": None, "line": {}}
+    saved, whole = -1, True  # the newest checkpoint; False while a step's updates are under way
     if restored := checkpoints.restore({"actor": actor, "critic": critic, "kl": kl_state}):
         saved, state, done = restored
         actor, critic, kl_state = state["actor"], state["critic"], state["kl"]
         data.restore(done["data"])
-        print(f"resumed after step {saved} of {total_steps}")
+        ppo_steps.tell_resumed(saved, total_steps)
     writers.resume_after(saved)
     rollouts.truncate_after(saved)
-    best = done["best"]
-    if restored is None:
-        metrics = validate(actor.params)
-        best = done["best"] = outputs.export_if_best(workdir, actor.params, model, metrics, best)
-        writers.write(0, metrics)
 
-    def save() -> int:
-        state = {"actor": actor, "critic": critic, "kl": kl_state}
-        checkpoints.save(done["step"], state, done)
-        return done["step"]
+    def save() -> None:
+        nonlocal saved
+        if whole and done["step"] > max(saved, 0):
+            state = {"actor": actor, "critic": critic, "kl": kl_state}
+            checkpoints.save(done["step"], state, done)
+            saved = done["step"]
 
-    try:
+    with ppo_steps.rescued(save, checkpoints):
+        done["best"] = report(done, actor.params)
         for step in range(done["step"] + 1, total_steps + 1):
+            checkpoints.poll()
             stop.check()
             with phases("rollout"), progress("rollout", batch_rows, "rows") as bar:
                 batch = data.next()
@@ -94,7 +101,6 @@ def main(argv: list[str]) -> None:
                 rollout = jax.device_put(ppo.trim(rollout, multiple=32))
             with phases("score"):
                 scores, texts = inputs.score_rollout(rollout, batch, score, model)
-                stop.check()
             with phases("evaluate"):
                 evaluation = steps.evaluate(actor.params, ref_params, critic.params, rollout)
                 if step == 1:
@@ -106,11 +112,15 @@ def main(argv: list[str]) -> None:
                     jnp.asarray(scores.scored),
                     kl_coef=kl_state.coef if kl.where == "reward" else None,
                 )
+                metrics |= outputs.part_metrics(scores)
                 jax.block_until_ready(experience)  # so that its time is not the update's
+            with naming(workdir / "rollouts"):
+                rollouts.write(step, **texts, **outputs.row_columns(scores, rollout, experience))
+            stop.check()
             with phases("update"), progress("update", ppo_epochs * batch_rows, "rows") as bar:
                 if kl.where == "loss":
                     hyper = dataclasses.replace(hyper, kl_loss_coef=kl_state.coef)
-                actor_history, critic_history = [], []
+                whole, actor_history, critic_history = False, [], []
                 for epoch in range(ppo_epochs):
                     key = ppo.epoch_key(run_key, step, epoch)
                     for part in steps.minibatches(key, experience, mini_rows):
@@ -121,24 +131,15 @@ def main(argv: list[str]) -> None:
                             actor_history.append(m)
                         bar(mini_rows)
                 metrics["kl/coef"] = kl_state.coef
-                observed_kl = ppo_steps.observed_kl(metrics, experience)
-                kl_state = control(kl_state, observed_kl, batch_rows)
+                kl_state = control(kl_state, ppo_steps.observed_kl(metrics, experience), batch_rows)
                 metrics |= summarize(critic_history) | summarize(actor_history)
-            if step == total_steps or (test_freq and step % test_freq == 0):
-                with phases("validate"):
-                    metrics |= validate(actor.params)
-                    best = outputs.export_if_best(workdir, actor.params, model, metrics, best)
-            metrics |= monitor.step_metrics(phases, compiles, rollout, total_steps - step)
-            rollouts.write(step, **texts, **outputs.row_columns(scores, rollout, experience))
-            writers.write(step, metrics)
-            ppo_steps.check_updates(metrics)
-            done = {"step": step, "data": data.state(), "best": best}
+            metrics |= took(rollout, total_steps - step)
+            done |= {"step": step, "data": data.state(), "line": to_floats(metrics)}
+            whole = True
             if step == total_steps or (save_freq and step % save_freq == 0):
-                saved = save()
-    except monitor.Interrupted:
-        if saved != done["step"]:
-            save()
-    checkpoints.close()
+                save()  # before the validation, which a stop or a kill may cut short
+            done["best"] = report(done, actor.params)
+            ppo_steps.check_updates(done["line"])
     writers.close()
     training_curves(workdir / "metrics.jsonl", workdir / "curves.png", title=workdir.name)
     stop.exit_if_requested(f"stopped after step {done['step']}; --workdir={workdir} resumes")

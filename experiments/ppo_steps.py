@@ -1,16 +1,24 @@
-"""PPO's functions with the config's choices bound, its numbers, and the checks of its updates."""
+"""PPO's functions with the config's choices bound, its numbers, its checks, and its way out."""
 
+import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping
+import json
+import math
+import pathlib
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from experiments import outputs
 from experiments.inputs import Model
+from experiments.monitor import Interrupted, Phases
 from experiments.settings import Settings
+from experiments.workdir import naming
+from jaxrlhf.checkpoint import Checkpointer, CheckpointError
 from jaxrlhf.losses import KLState, adaptive_controller, fixed_controller
-from jaxrlhf.metrics import to_floats
+from jaxrlhf.metrics import Writers, to_floats
 from jaxrlhf.optimizers import OptimizerHyper
 from jaxrlhf.trainers import ppo
 from jaxrlhf.trainers.update import update
@@ -26,17 +34,20 @@ def hyper_parameters(config: Settings) -> tuple[ppo.PPOHyper, OptimizerHyper, Op
     hyper = ppo.PPOHyper.create(
         clip_low=c.clip_low,
         clip_high=c.clip_high,
-        dual_clip=c.dual_clip,
-        value_clip=c.value_clip,
+        dual_clip=c.dual_clip or None,  # 0 switches these off; None removes them from the program
+        value_clip=c.value_clip or None,
         gamma=c.gamma,
         lam=c.lam,
         temperature=config.rollout.temperature,
-        entropy_coef=c.entropy_coef,
+        entropy_coef=c.entropy_coef or None,
         kl_loss_coef=config.kl.coef if config.kl.where == "loss" else None,
     )
-    # The config's names are the arguments' names.
-    actor, critic = (OptimizerHyper.create(**o.as_dict()) for o in (config.actor, config.critic))
-    return hyper, actor, critic
+    return hyper, _optimizer(config.actor), _optimizer(config.critic)
+
+
+def _optimizer(config: Settings) -> OptimizerHyper:
+    fields = config.as_dict()  # the config's names are the arguments' names
+    return OptimizerHyper.create(**fields | {"max_grad_norm": fields["max_grad_norm"] or None})
 
 
 class Steps(NamedTuple):
@@ -72,10 +83,10 @@ def bind(config: Settings, model: Model, hyper: ppo.PPOHyper) -> Steps:
             kl_kind=kl.estimator,
             whiten_advantages=c.whiten_advantages,
             aggregation=c.aggregation,
-            norm=c.aggregation_norm,
+            norm=c.aggregation_norm or None,
         ),
         minibatches=functools.partial(
-            ppo.minibatches, aggregation=c.aggregation, norm=c.aggregation_norm
+            ppo.minibatches, aggregation=c.aggregation, norm=c.aggregation_norm or None
         ),
         update_actor=functools.partial(training, loss_fn=actor_loss, name=NAMES[0]),
         update_critic=functools.partial(training, loss_fn=critic_loss, name=NAMES[1]),
@@ -96,9 +107,90 @@ def observed_kl(metrics: Mapping[str, jax.Array], experience: Experience) -> jax
 
 
 def total_steps(config: Settings, batches_per_epoch: int) -> int:
-    """``total_steps`` where it is set, else ``total_epochs`` passes over the prompts."""
+    """``total_epochs`` passes over the prompts, or ``total_steps`` where that is set and less."""
     by_epochs = config.total_epochs * batches_per_epoch
-    return by_epochs if config.total_steps is None else config.total_steps
+    return min(by_epochs, config.total_steps or by_epochs)
+
+
+def tell_resumed(done: int, total: int) -> None:
+    """Says where a resumed run goes on.
+
+    Raises:
+      ValueError: the run is beyond its end.
+    """
+    if done > total:
+        raise ValueError(
+            f"the run has done {done} steps, more than total_steps={total}; raise total_steps (or "
+            "total_epochs), or choose another --workdir."
+        )
+    print(f"resumed after step {done} of {total}")
+
+
+def validations(config: Settings, total_steps: int) -> Collection[int]:
+    """The steps whose policy is validated: 0, the last one, and every ``test_freq``."""
+    freq = config.test_freq
+    return {0, total_steps, *(range(0, total_steps, freq) if freq else ())}
+
+
+class Report(NamedTuple):
+    """What follows a step: its validation where one is due, the best policy, its line of metrics.
+
+    A run that was cut short between a step's checkpoint and its line makes up for it here.
+    """
+
+    workdir: pathlib.Path
+    model: Model
+    writers: Writers
+    phases: Phases
+    validate: Callable[[Any], dict[str, float]]
+    validations: Collection[int]
+
+    def __call__(self, done: Mapping[str, Any], params: Any) -> float | None:
+        """Returns the best validation so far; ``done`` is the step's part of a checkpoint."""
+        file, step, best = self.workdir / "metrics.jsonl", done["step"], done["best"]
+        found = _last_line(file, step)
+        line = dict(done["line"]) if found is None else found
+        if found is None and step in self.validations:
+            with self.phases("validate"):
+                line |= self.validate(params)
+            line |= self.phases.pop()
+        if "val/score" in line:
+            best = outputs.export_if_best(self.workdir, params, self.model, line, best)
+        if found is None:
+            with naming(file):
+                self.writers.write(step, line)
+        return best
+
+
+def _last_line(file: pathlib.Path, step: int) -> dict[str, float] | None:
+    """The last line's metrics, if it is the step's."""
+    lines = file.read_text().splitlines()
+    last = json.loads(lines[-1]) if lines else {"step": None}
+    if last.pop("step") != step:
+        return None
+    return {name: math.nan if value is None else value for name, value in last.items()}
+
+
+@contextlib.contextmanager
+def rescued(save: Callable[[], None], checkpoints: Checkpointer) -> Iterator[None]:
+    """Saves once more when the block ends early, and finishes the last save in any case.
+
+    An ``Interrupted`` ends here; any other error goes on, after what became of the save is told.
+    """
+    try:
+        yield
+    except Exception as error:
+        try:
+            save()
+            checkpoints.close()
+        except CheckpointError as failure:
+            if isinstance(error, Interrupted):
+                raise
+            print(f"error: {failure}")
+        if not isinstance(error, Interrupted):
+            raise
+    else:
+        checkpoints.close()
 
 
 def check_start(

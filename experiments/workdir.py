@@ -2,9 +2,12 @@
 
 import contextlib
 import fcntl
+import hashlib
+import itertools
 import json
 import pathlib
 import time
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ml_collections import ConfigDict
@@ -30,7 +33,7 @@ def open_workdir(config: ConfigDict, workdir: str | None, name: str) -> tuple[pa
       ValueError: the directory holds a run with other settings (the keys are named), is in use
         by another process, or holds something else than a run.
     """
-    path = pathlib.Path(workdir or f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}").absolute()
+    path = _new_path(name) if workdir is None else pathlib.Path(workdir).absolute()
     path.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as refused:
         lock = refused.enter_context((path / ".lock").open("w"))
@@ -50,6 +53,63 @@ def open_workdir(config: ConfigDict, workdir: str | None, name: str) -> tuple[pa
         write_json(stored, config.to_dict())
         refused.pop_all()  # the lock stays
     return path, lock
+
+
+def _new_path(name: str) -> pathlib.Path:
+    """Makes ``runs/NAME-TIME``, with ``-2`` and so on where runs start within one second."""
+    base = pathlib.Path(f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}").absolute()
+    for number in itertools.count(1):
+        path = base if number == 1 else base.with_name(f"{base.name}-{number}")
+        try:
+            path.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        return path
+    raise AssertionError("itertools.count ended")
+
+
+def fingerprint(
+    model: pathlib.Path, train: Sequence[Any], validation: Sequence[Any]
+) -> dict[str, str]:
+    """What a resumed run starts from beside its settings: a sha256 of each, by what it is called.
+
+    Args:
+      model: the start model's directory, whose weights are the reference too.
+      train, validation: the records of the prompts that are used, ground truths included.
+    """
+    return {
+        "the start model's config": _files_digest(model, "*config.json"),
+        "the start model's weights": _files_digest(model, "*.safetensors"),
+        "the training records": _records_digest(train),
+        "the validation records": _records_digest(validation),
+    }
+
+
+def _files_digest(directory: pathlib.Path, pattern: str) -> str:
+    digest = hashlib.sha256()
+    for path in sorted(directory.glob(pattern)):
+        with path.open("rb") as file:
+            part = hashlib.file_digest(file, "sha256").hexdigest()
+        digest.update(f"{path.name} {part}\n".encode())
+    return digest.hexdigest()
+
+
+def _records_digest(records: Sequence[Any]) -> str:
+    digest = hashlib.sha256()
+    for record in records:
+        digest.update(json.dumps(record, sort_keys=True, default=repr).encode() + b"\n")
+    return digest.hexdigest()
+
+
+@contextlib.contextmanager
+def naming(path: pathlib.Path) -> Iterator[None]:
+    """Adds the path to an OSError that names none, as those of writes and fsyncs (a full disk)."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(path)
+        raise
 
 
 def write_json(path: pathlib.Path, value: Any) -> None:

@@ -291,8 +291,10 @@ class Checkpointer:
 
 def _not_written(path: pathlib.Path, error: Exception) -> CheckpointError:
     reason = (str(error).splitlines() or [type(error).__name__])[0]
+    if len(reason) > 300:  # tensorstore names each path twice; the cause stands last
+        reason = f"{reason[:150]} … {reason[-150:]}"
     return CheckpointError(
-        f"Checkpoint {path} could not be written ({reason[:300]}): check the disk's free space "
+        f"Checkpoint {path} could not be written ({reason}): check the disk's free space "
         "and rights, then resume from the checkpoint before it."
     )
 

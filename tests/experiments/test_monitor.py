@@ -64,10 +64,9 @@ def test_phases_add_up_and_start_over():
     with pytest.raises(KeyError), phases("b"):
         raise KeyError
     first = phases.pop()
-    assert first.keys() == {"time/a", "time/b", "time/step"}
+    assert first.keys() == {"time/a", "time/b"}
     assert 0.04 <= first["time/a"] < 1
-    assert first["time/step"] == first["time/a"] + first["time/b"]
-    assert phases.pop() == {"time/step": 0}
+    assert phases.pop() == {}
 
 
 def test_compilations_are_counted_and_calls_are_not(compiles):
@@ -85,17 +84,25 @@ def test_compilations_are_counted_and_calls_are_not(compiles):
 
 
 def test_metrics_of_a_step(compiles):
+    """Seconds left are the median step's, without the first, which compiles; tokens are sampled."""
     phases = Phases()
-    phases.seconds = {"rollout": 1.5, "update": 0.5}
-    rollout = types.SimpleNamespace(lengths=np.array([3, 5]))
+    took = monitor.StepMetrics(phases, compiles)
+    mask = np.array([[False, True, True, False], [False, False, True, True]])
+    rollout = types.SimpleNamespace(lengths=np.array([3, 4]), response_mask=jax.device_put(mask))
     compiles.count = 7
-    metrics = monitor.step_metrics(phases, compiles, rollout, 10)
-    assert 1e8 < metrics.pop("memory/peak_bytes") < 1e12  # bytes, not KiB
-    assert metrics == {
-        "time/rollout": 1.5,
-        "time/update": 0.5,
-        "time/step": 2.0,
-        "time/left": 20.0,
+    lines = []
+    for number, seconds in enumerate((40.0, 2.0, 9.0, 1.0)):
+        phases.seconds = {"rollout": 0.75 * seconds, "update": 0.25 * seconds}
+        lines.append(took(rollout, 10 - number))
+        phases.seconds = {"validate": 100.0}
+        assert phases.pop() == {"time/validate": 100.0}
+    assert [line.get("time/left") for line in lines] == [None, 2.0 * 9, 5.5 * 8, 2.0 * 7]
+    assert 1e8 < lines[3].pop("memory/peak_bytes") < 1e12  # bytes, not KiB
+    assert lines[3] == {
+        "time/rollout": 0.75,
+        "time/update": 0.25,
+        "time/step": 1.0,
+        "time/left": 14.0,
         "throughput/tokens_per_second": 4.0,
         "compile/count": 7.0,
     }

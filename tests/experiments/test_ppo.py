@@ -8,13 +8,17 @@ import signal
 import numpy as np
 import pytest
 
+UNSHARED = ("time/", "throughput/", "memory/", "compile/")
 RESUMED = "resumed after step {} of 6"
 
 
 def assert_same_state(first, second):
-    """Parameters, optimiser states, KL coefficient, data position, step: every bit."""
+    """Parameters, optimiser states, KL coefficient, data position, step, metrics: every bit."""
     (step, leaves, host), (other_step, other_leaves, other_host) = first.state(), second.state()
+    for each in (host, other_host):
+        each["line"] = {k: v for k, v in each["line"].items() if not k.startswith(UNSHARED)}
     assert (step, host) == (other_step, other_host)
+    assert host["line"].keys() > {"policy/loss", "kl/coef"}
     assert leaves.keys() == other_leaves.keys()
     assert not [name for name in leaves if leaves[name] != other_leaves[name]]
     parts = {name.split("/")[0] for name in leaves}
@@ -140,8 +144,78 @@ def test_ctrl_c_before_the_first_step(new_run, unbroken):
     process = run.start_until((run.path / "start_model").exists)
     process.send_signal(signal.SIGINT)
     assert process.wait() == 128 + signal.SIGINT
-    assert run.state()[0] == run.lines()[-1]["step"] == 0
-    assert RESUMED.format(0) in resume(run, unbroken)
+    assert not run.checkpoints()  # nothing is lost
+    assert run.last_step() <= 0
+    assert "stopped after step 0; --workdir=" in run.log.read_text()
+    assert "resumed" not in resume(run, unbroken)
+
+
+PLANNED = """
+import os, pathlib, signal
+
+from experiments import ppo_steps
+from jaxrlhf.rewards import gsm8k
+
+plan = {}
+for line in pathlib.Path(__file__).with_name("plan.txt").read_text().splitlines():
+    call, deed = line.split()
+    plan[int(call)] = deed
+calls = 0
+
+
+def in_this_steps_update(deed):
+    observed_kl = ppo_steps.observed_kl
+
+    def instead(*args):
+        ppo_steps.observed_kl = observed_kl
+        deed()
+        return observed_kl(*args)
+
+    ppo_steps.observed_kl = instead
+
+
+def fail():
+    raise KeyError("planned")
+
+
+def stop():
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def score(prompts, responses, records):
+    global calls
+    calls += 1
+    if plan.get(calls) == "fail":
+        fail()
+    if plan.get(calls) in ("fail-in-update", "stop-in-update"):
+        in_this_steps_update({"f": fail, "s": stop}[plan[calls][0]])
+    return gsm8k.score(prompts, responses, records, format_score=0.3)
+"""
+
+
+@pytest.mark.slow
+def test_what_an_error_or_a_stop_saves(new_run, unbroken, base):
+    """The last whole state, in one process after the other, until the run is as if unbroken."""
+    run, changes = new_run("planned"), {"save_freq": 0}
+    (run.path.parent / "planned_scorer.py").write_text(PLANNED)
+
+    def go(plan, code):
+        (run.path.parent / "plan.txt").write_text(plan)
+        recipe = "configs/gsm8k.py:tiny,reward=planned_scorer.score"
+        return run.finish(changes, recipe=recipe, base=base, code=code)
+
+    # Calls of the scorer: validation 0, steps 1 and 2, validation 2, steps 3 and 4.
+    assert "KeyError: 'planned'" in go("6 fail", 1)
+    assert run.checkpoints() == [3]
+    output = go("1 fail-in-update", 1)  # its step 4: actor and critic have moved already
+    assert RESUMED.format(3) in output
+    assert run.checkpoints() == [3]
+    go("1 stop-in-update", 128 + signal.SIGTERM)  # step 4 is finished, its validation is not
+    assert run.checkpoints() == [3, 4]
+    assert run.lines()[-1]["step"] == 3
+    assert RESUMED.format(4) in go("", 0)
+    assert "val/accuracy" in run.lines()[4]
+    assert_same_run(run, unbroken)
 
 
 @pytest.mark.slow
@@ -182,3 +256,10 @@ def test_more_steps_continue_exactly_and_other_changes_are_refused(new_run, unbr
     step, leaves, host = run.state()
     assert (step, leaves) == unbroken.state()[:2]
     assert host["data"] == unbroken.state()[2]["data"]
+    refused = run.finish({"total_steps": 3}, code=1)
+    assert "error: the run has done 6 steps, more than total_steps=3; raise" in refused
+    weights = run.path / "start_model" / "model.safetensors"
+    content = weights.read_bytes()
+    weights.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    refused = run.finish(allowed, code=1)
+    assert "by a run in which the start model's weights differed: put back what it was" in refused

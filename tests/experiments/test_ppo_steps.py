@@ -1,4 +1,6 @@
+import contextlib
 import dataclasses
+import json
 import re
 
 import jax
@@ -9,8 +11,10 @@ import pytest
 from configs.gsm8k import get_config
 from experiments import inputs, monitor, outputs, ppo_steps
 from experiments.settings import Settings
+from jaxrlhf.checkpoint import CheckpointError
 from jaxrlhf.data.prompts import PromptIterator
 from jaxrlhf.losses import adaptive_controller, fixed_controller, init_kl_state
+from jaxrlhf.metrics import JsonlWriter, Writers
 from jaxrlhf.models.heads import init_critic
 from jaxrlhf.optimizers import OptimizerHyper
 from jaxrlhf.rewards.scoring import Scores
@@ -22,7 +26,7 @@ from jaxrlhf.trainers.update import init_train_state, summarize
 def test_every_number_reaches_its_place(config):
     distinct = {
         "ppo.clip_low": 0.11, "ppo.clip_high": 0.12, "ppo.dual_clip": 3.0, "ppo.value_clip": 0.13,
-        "ppo.gamma": 0.99, "ppo.lam": 0.9, "ppo.entropy_coef": 0.0, "rollout.temperature": 0.7,
+        "ppo.gamma": 0.99, "ppo.lam": 0.9, "ppo.entropy_coef": 0.02, "rollout.temperature": 0.7,
         "kl.coef": 0.05, "actor.learning_rate": 0.0, "critic.weight_decay": 0.3,
         "actor.schedule": "cosine", "actor.decay_steps": 9, "actor.min_ratio": 0.1,
     }  # fmt: skip
@@ -38,10 +42,13 @@ def test_every_number_reaches_its_place(config):
     assert float(critic.weight_decay) == np.float32(0.3)
     assert float(actor.weight_decay) == np.float32(0.01)
     config.kl.where = "loss"
-    config.ppo.value_clip = None
-    hyper, _, _ = ppo_steps.hyper_parameters(Settings(config))
+    off = {"ppo.value_clip", "ppo.dual_clip", "ppo.entropy_coef", "critic.max_grad_norm"}
+    config.update_from_flattened_dict(dict.fromkeys(off, 0.0))
+    hyper, actor, critic = ppo_steps.hyper_parameters(Settings(config))
     assert float(hyper.kl_loss_coef) == np.float32(0.05)
-    assert hyper.value_clip is None
+    assert (hyper.value_clip, hyper.dual_clip, hyper.entropy_coef) == (None, None, None)
+    assert critic.max_grad_norm is None
+    assert float(actor.max_grad_norm) == 1
 
 
 @pytest.mark.parametrize(
@@ -69,10 +76,105 @@ def test_the_controller(config):
 
 def test_total_steps(config):
     config.total_epochs = 3
-    config.total_steps = None
-    assert ppo_steps.total_steps(Settings(config), 7) == 21
-    config.total_steps = 0
-    assert ppo_steps.total_steps(Settings(config), 7) == 0
+    for steps, expected in ((0, 21), (20, 20), (60, 21)):
+        config.total_steps = steps
+        assert ppo_steps.total_steps(Settings(config), 7) == expected
+
+
+def test_a_run_beyond_its_end_is_refused(capsys, refused):
+    ppo_steps.tell_resumed(6, 6)
+    assert capsys.readouterr().out == "resumed after step 6 of 6\n"
+    sentence = refused(ppo_steps.tell_resumed, 6, 4)
+    assert sentence.startswith("the run has done 6 steps, more than total_steps=4; raise")
+
+
+def test_the_steps_that_are_validated(config):
+    for freq, expected in ((0, {0, 6}), (2, {0, 2, 4, 6}), (4, {0, 4, 6}), (9, {0, 6})):
+        config.test_freq = freq
+        assert ppo_steps.validations(Settings(config), 6) == expected
+
+
+@pytest.fixture
+def report(tmp_path, monkeypatch):
+    """A Report of steps 0 and 2 whose validations tell the accuracies in ``given``, and raise."""
+    exported, given = [], []
+    monkeypatch.setattr(outputs, "export", lambda directory, params, _: exported.append(params))
+
+    def validate(params):
+        value = given.pop(0)
+        if isinstance(value, BaseException):
+            raise value
+        return {"val/score": 0.5, "val/accuracy": value}
+
+    writers = Writers(JsonlWriter(tmp_path / "metrics.jsonl"))
+    report = ppo_steps.Report(tmp_path, None, writers, monitor.Phases(), validate, {0, 2})
+    yield report, given, exported
+    writers.close()
+
+
+def test_a_report_that_was_cut_short_is_made_up_for_once(report, tmp_path):
+    """As after a resume from a checkpoint that was written before its step's validation."""
+    report, given, exported = report
+
+    def lines():
+        return [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+
+    given[:] = [0.25]
+    done = {"step": 0, "best": None, "line": {}}
+    assert report(done, "start") == 0.25
+    assert report({"step": 1, "best": 0.25, "line": {"a": 1.0}}, "first") == 0.25
+    done = {"step": 2, "best": 0.25, "line": {"a": 2.0, "b": float("nan")}}
+    given[:] = [monitor.Interrupted(), 0.75]
+    with pytest.raises(monitor.Interrupted):
+        report(done, "second")
+    assert [line["step"] for line in lines()] == [0, 1]
+    assert report(done, "second") == 0.75
+    written = lines()
+    assert written[1] == {"step": 1, "a": 1.0}
+    assert written[2].pop("time/validate") > 0
+    assert written[2] == {"step": 2, "a": 2.0, "b": None, "val/score": 0.5, "val/accuracy": 0.75}
+    assert report(done, "second") == 0.75  # the line is there: no validation, no second line
+    assert lines()[:2] == written[:2]
+    assert len(lines()) == 3
+    assert exported == ["start", "second", "second"]
+    assert done["line"].keys() == {"a", "b"}
+
+
+class Recorder:
+    """A Checkpointer's ``close`` and a run's ``save``, which fails where it is told to."""
+
+    def __init__(self, failure=None):
+        self.failure, self.calls = failure, []
+
+    def save(self):
+        self.calls.append("save")
+        if self.failure:
+            raise self.failure
+
+    def close(self):
+        self.calls.append("close")
+
+
+@pytest.mark.parametrize(
+    ("error", "failure", "raised", "calls"),
+    [
+        (None, None, None, ["close"]),
+        (monitor.Interrupted(), None, None, ["save", "close"]),
+        (KeyError("a scorer's"), None, KeyError, ["save", "close"]),
+        (monitor.Interrupted(), CheckpointError("full"), CheckpointError, ["save"]),
+        (KeyError("a scorer's"), CheckpointError("full"), KeyError, ["save"]),
+        (SystemExit(130), None, SystemExit, []),  # "once more to stop without saving"
+    ],
+)
+def test_a_run_that_ends_early_saves_its_state(error, failure, raised, calls, capsys):
+    recorder = Recorder(failure)
+    expected = contextlib.nullcontext() if raised is None else pytest.raises(raised)
+    with expected, ppo_steps.rescued(recorder.save, recorder):
+        if error is not None:
+            raise error
+    assert recorder.calls == calls
+    told = capsys.readouterr().out
+    assert told == ("error: full\n" if raised is KeyError and failure else "")
 
 
 class Iteration:
@@ -267,6 +369,17 @@ def test_unscored_rows_are_told_and_train_nothing(iteration, capsys):
     assert float(metrics["reward/unscored_fraction"]) == 0.5
     assert not np.asarray(experience.response_mask)[1::2].any()
     assert np.asarray(experience.loss_weights)[1::2].sum() == 0
+
+
+def test_a_stop_is_seen_during_validation(iteration):
+    def check():
+        raise monitor.Interrupted
+
+    validate = inputs.make_validation(
+        iteration.view, iteration.sampler, iteration.val, iteration.score, iteration.model, check
+    )
+    with pytest.raises(monitor.Interrupted):
+        validate(iteration.actor.params)
 
 
 def test_validation_is_greedy(iteration):
