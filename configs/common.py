@@ -89,6 +89,8 @@ def ppo() -> ConfigDict:
     c.data.val_files = "data/gsm8k/val.parquet"
     c.data.max_prompt_length = 512
     c.data.overlong_prompts = "filter"  # filter | truncate | error
+    c.data.template_options = ConfigDict()  # of the chat template; a recipe may add to them
+    c.data.template_options.date_string = ""  # Llama 3's; "" leaves it to the template
     c.data.max_val_prompts = 0  # 0 validates on all of them
 
     c.rollout = ConfigDict()

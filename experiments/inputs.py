@@ -65,6 +65,7 @@ def load_prompts(
     """
     base = workdir if "embedded" in config else pathlib.Path()
     c = config.data
+    options = {k: v for k, v in c.template_options.as_dict().items() if v != ""}
     out = []
     for file, limit in ((c.train_files, None), (c.val_files, c.max_val_prompts or None)):
         records = tables.read_table(base / file)[:limit]
@@ -76,6 +77,7 @@ def load_prompts(
                 max_prompt_length=c.max_prompt_length,
                 overlong=c.overlong_prompts,
                 source=file,
+                template_options=options,
                 on_progress=advance.update,
             )
         print(

@@ -55,7 +55,7 @@ def main(argv: list[str]) -> None:
     checkpoints = Checkpointer(
         workdir / "checkpoints",
         keep=config.keep_checkpoints,
-        fingerprint=fingerprint(model.directory, train_set.records, val_set.records),
+        fingerprint=fingerprint(model.directory, train_set, val_set),
         report=print,
     )
     config.refuse_unread()

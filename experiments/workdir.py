@@ -13,9 +13,12 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from experiments.settings import flatten
+from jaxrlhf.data.prompts import PromptDataset
 
-# What a resumed run may change; everything else must be as it was.
+# What a resumed run may change; everything else must be as it was. Of the template's options the
+# prompts' tokens in the fingerprint take care.
 CHANGEABLE = ("total_epochs", "total_steps", "save_freq", "test_freq", "keep_checkpoints")
+CHANGEABLE_GROUPS = ("logging.", "data.template_options.")
 
 
 def open_workdir(config: ConfigDict, workdir: str | None, name: str) -> tuple[pathlib.Path, Any]:
@@ -69,19 +72,22 @@ def _new_path(name: str) -> pathlib.Path:
 
 
 def fingerprint(
-    model: pathlib.Path, train: Sequence[Any], validation: Sequence[Any]
+    model: pathlib.Path, train: PromptDataset, validation: PromptDataset
 ) -> dict[str, str]:
     """What a resumed run starts from beside its settings: a sha256 of each, by what it is called.
 
     Args:
       model: the start model's directory, whose weights are the reference too.
-      train, validation: the records of the prompts that are used, ground truths included.
+      train, validation: the prompts that are used; their records hold the ground truths.
     """
     return {
         "the start model's config": _files_digest(model, "*config.json"),
         "the start model's weights": _files_digest(model, "*.safetensors"),
-        "the training records": _records_digest(train),
-        "the validation records": _records_digest(validation),
+        "the training records": _digest(train.records),
+        "the validation records": _digest(validation.records),
+        # Some templates print today's date.
+        "the prompts' tokens (if the chat template prints the date: --config.data.template_options."
+        "date_string sets it)": _digest([*train.token_ids, *validation.token_ids]),
     }
 
 
@@ -94,7 +100,7 @@ def _files_digest(directory: pathlib.Path, pattern: str) -> str:
     return digest.hexdigest()
 
 
-def _records_digest(records: Sequence[Any]) -> str:
+def _digest(records: Sequence[Any]) -> str:
     digest = hashlib.sha256()
     for record in records:
         digest.update(json.dumps(record, sort_keys=True, default=repr).encode() + b"\n")
@@ -126,7 +132,7 @@ def _check_unchanged(config: ConfigDict, stored: dict[str, Any], path: pathlib.P
         for key in sorted(old.keys() | new.keys())
         if old.get(key, "absent") != new.get(key, "absent")
         and key not in CHANGEABLE
-        and not key.startswith("logging.")
+        and not key.startswith(CHANGEABLE_GROUPS)
     ]
     if changed:
         more = f" and {len(changed) - 8} more" if len(changed) > 8 else ""

@@ -125,7 +125,7 @@ def test_metric_names_are_those_of_a_run():
     )
     written = {
         *names & set(re.findall(r'"([a-z]+/[a-z_0-9]+)"', sources)),
-        *(n for n in names if n.split("/")[1] in ("grad_norm", "learning_rate")),
+        *(n for n in names if n.split("/")[1] in ("grad_norm", "learning_rate", "skipped", "empty")),
         *(n for n in names if re.fullmatch(r"kl/k[13]_(token|sequence)_mean", n)),
     }
     assert names - written == set()
