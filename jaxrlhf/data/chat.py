@@ -44,7 +44,7 @@ def encode_prompt(
 def encode_example(
     tokenizer: Any,
     messages: Messages,
-    answer: str,
+    answer: Messages,
     *,
     stop_ids: Collection[int] | None = None,
     template_options: Mapping[str, Any] | None = None,
@@ -60,7 +60,8 @@ def encode_example(
     Args:
       tokenizer: from ``load_tokenizer``.
       messages: the prompt; for a plain text the answer's ids and the eos token follow it.
-      answer: the assistant's words.
+      answer: the assistant's words; or, after a prompt of messages, several messages of which the
+        last is the assistant's, and everything after the prompt then counts as the answer.
       stop_ids: the tokens that end a turn; None for the tokenizer's eos token alone.
       template_options: as in ``encode_prompt``.
 
@@ -72,7 +73,8 @@ def encode_example(
     if isinstance(messages, str):
         ids = tokenizer(answer, add_special_tokens=False)["input_ids"]
         return _example(prompt, [*ids, tokenizer.eos_token_id])
-    turns = [*messages, {"role": "assistant", "content": answer}]
+    said = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
+    turns = [*messages, *said]
     whole = _render(tokenizer, turns, template_options, add_generation_prompt=False)
     if whole[: len(prompt)] != prompt:
         raise ValueError(_differs(tokenizer, prompt, whole))

@@ -55,6 +55,17 @@ def read_table(path: PathLike) -> list[Record]:
     return [check_record(row, where(path, i)) for i, row in enumerate(rows)]
 
 
+def read_rows(path: PathLike) -> list[Record]:
+    """Reads a .parquet or .jsonl file of any columns, without looking into its rows.
+
+    Raises:
+      TableError: the file is missing, unreadable or empty, or a line is no JSON object.
+    """
+    if _kind(path) == "jsonl":
+        return read_jsonl(path)
+    return [plain_values(row) for row in _parquet(path).to_pylist()]
+
+
 def write_table(path: PathLike, records: Sequence[Mapping[str, Any]]) -> None:
     """Checks the records and writes them as .parquet or .jsonl, in one rename.
 
@@ -114,19 +125,19 @@ def check_record(record: Mapping[str, Any], place: str) -> Record:
     Raises:
       TableError: names the place and the key.
     """
-    row = {key: _plain(value) for key, value in record.items()}
+    row = {key: plain_values(value) for key, value in record.items()}
     for key in REQUIRED:
         if row.get(key) is None:
             kind = "is null" if key in row else "is missing"
             raise TableError(f"{place}: {key} {kind}; every record needs {', '.join(REQUIRED)}.")
-    row["data_source"] = _text(row["data_source"], f"{place}: data_source")
-    row["prompt"] = _prompt(row["prompt"], f"{place}: prompt")
+    row["data_source"] = check_text(row["data_source"], f"{place}: data_source")
+    row["prompt"] = check_prompt(row["prompt"], f"{place}: prompt")
     _check_reward_model(row["reward_model"], f"{place}: reward_model")
     if row.get("ability") is not None:
-        _text(row["ability"], f"{place}: ability")
+        check_text(row["ability"], f"{place}: ability")
     row["extra_info"] = {} if row.get("extra_info") is None else row["extra_info"]
     if not isinstance(row["extra_info"], dict):
-        raise _wrong(f"{place}: extra_info", row["extra_info"], "an object (a struct column)")
+        raise wrong_type(f"{place}: extra_info", row["extra_info"], "an object (a struct column)")
     return row
 
 
@@ -138,6 +149,17 @@ def _kind(path: PathLike) -> str:
 
 
 def _read_parquet(path: PathLike) -> list[Record]:
+    table = _parquet(path)
+    missing = [key for key in REQUIRED if key not in table.column_names]
+    if missing:
+        raise TableError(
+            f"{path}: column {missing[0]} is missing (it has {', '.join(table.column_names)}); "
+            "experiments/preprocess.py writes the schema."
+        )
+    return table.to_pylist()
+
+
+def _parquet(path: PathLike) -> pa.Table:
     try:
         # Not pq.read_table: it would make columns out of folders named like `a=b`.
         with pq.ParquetFile(path) as file:
@@ -146,13 +168,7 @@ def _read_parquet(path: PathLike) -> list[Record]:
         raise TableError(f"{path}: is no readable parquet file ({error}).") from error
     if table.num_rows == 0:
         raise TableError(f"{path}: has no rows; give a file with at least one.")
-    missing = [key for key in REQUIRED if key not in table.column_names]
-    if missing:
-        raise TableError(
-            f"{path}: column {missing[0]} is missing (it has {', '.join(table.column_names)}); "
-            "experiments/preprocess.py writes the schema."
-        )
-    return table.to_pylist()
+    return table
 
 
 def _to_arrow(path: PathLike, rows: list[Record]) -> pa.Table:
@@ -187,24 +203,27 @@ def _parse_line(line: str, place: str) -> Record:
     return row
 
 
-def _plain(value: Any) -> Any:
+def plain_values(value: Any) -> Any:
+    """The value with numpy's arrays and numbers, at any depth, as Python's lists and numbers."""
     if isinstance(value, np.ndarray | np.generic):
-        return _plain(value.tolist())
+        return plain_values(value.tolist())
     if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
+        return {key: plain_values(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [plain_values(item) for item in value]
     return value
 
 
-def _wrong(place: str, value: Any, wanted: str) -> TableError:
+def wrong_type(place: str, value: Any, wanted: str) -> TableError:
+    """The error of a key that holds something else than ``wanted``."""
     kind = "null" if value is None else type(value).__name__
     return TableError(f"{place}: is {kind}; make it {wanted}.")
 
 
-def _text(value: Any, place: str) -> str:
+def check_text(value: Any, place: str) -> str:
+    """Returns a string that is not blank, or says what is wrong with it."""
     if not isinstance(value, str):
-        raise _wrong(place, value, "a string")
+        raise wrong_type(place, value, "a string")
     if not value.strip():
         raise TableError(f"{place}: is an empty string; fill it in or remove the row.")
     return _whole(value, place)
@@ -222,13 +241,14 @@ def _whole(value: str, place: str) -> str:
     return value
 
 
-def _prompt(value: Any, place: str) -> str | list[dict[str, Any]]:
+def check_prompt(value: Any, place: str) -> str | list[dict[str, Any]]:
+    """Returns a plain text, or messages without keys that hold null; or says what is wrong."""
     if isinstance(value, str):
         if _looks_like_messages(value):
             raise TableError(f"{place}: is a list of messages written as text; store the list.")
-        return _text(value, place)
+        return check_text(value, place)
     if not isinstance(value, list):
-        raise _wrong(place, value, "a list of messages or a string")
+        raise wrong_type(place, value, "a list of messages or a string")
     if not value:
         raise TableError(f"{place}: has no messages; give at least one.")
     return [_message(message, f"{place}[{i}]") for i, message in enumerate(value)]
@@ -241,20 +261,20 @@ def _looks_like_messages(text: str) -> bool:
 
 def _message(value: Any, place: str) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise _wrong(place, value, "a message with role and content")
-    _text(value.get("role"), f"{place}.role")
+        raise wrong_type(place, value, "a message with role and content")
+    check_text(value.get("role"), f"{place}.role")
     if not isinstance(value.get("content"), str):
-        raise _wrong(f"{place}.content", value.get("content"), "a string")
+        raise wrong_type(f"{place}.content", value.get("content"), "a string")
     _whole(value["content"], f"{place}.content")
     return {key: item for key, item in value.items() if item is not None}
 
 
 def _check_reward_model(value: Any, place: str) -> None:
     if not isinstance(value, dict):
-        raise _wrong(place, value, "an object with style and ground_truth")
+        raise wrong_type(place, value, "an object with style and ground_truth")
     truth = value.get("ground_truth")
     if truth is None or truth in ("", [], {}) or (isinstance(truth, float) and math.isnan(truth)):
         kind = "has no value" if "ground_truth" in value else "is missing"
         raise TableError(f"{place}.ground_truth: {kind}; give the answer or remove the row.")
     if value.get("style") is not None:
-        _text(value["style"], f"{place}.style")
+        check_text(value["style"], f"{place}.style")
