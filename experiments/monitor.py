@@ -115,7 +115,8 @@ class StepMetrics:
             out["time/left"] = statistics.median(self._seconds[1:]) * steps_left
         return out | {
             "time/step": seconds,
-            "throughput/tokens_per_second": float(np.asarray(rollout.response_mask).sum()) / seconds,
+            "throughput/tokens_per_second": float(np.asarray(rollout.response_mask).sum())
+            / seconds,
             "compile/count": float(self._compiles.count),
             "memory/peak_bytes": peak_memory_bytes(),
         }

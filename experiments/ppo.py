@@ -33,15 +33,15 @@ def main(argv: list[str]) -> None:
     stop, phases = monitor.StopRequest(), monitor.Phases()
     took = monitor.StepMetrics(phases, monitor.CompileCounter())
 
-    # What the config describes.
+    # What the config describes; first what can be refused soonest.
     c, kl, n = config.ppo, config.kl, config.rollout.n
+    hyper, actor_opt, critic_opt = ppo_steps.hyper_parameters(config)
+    score = inputs.make_scorer(config)
     model = inputs.load_model(config, workdir, stop.exit_if_requested)
+    sampler = inputs.make_sampler(config, model)
     train_set, val_set = inputs.load_prompts(config, workdir, model.tokenizer)
     data = PromptIterator(train_set, c.train_batch_size, config.seed)
-    score = inputs.make_scorer(config)
-    sampler = inputs.make_sampler(config, model)
     validate = inputs.make_validation(config, sampler, val_set, score, model, stop.check)
-    hyper, actor_opt, critic_opt = ppo_steps.hyper_parameters(config)
     batch_rows, mini_rows = c.train_batch_size * n, c.ppo_mini_batch_size * n
     steps, control = ppo_steps.bind(config, model, hyper), ppo_steps.kl_controller(config)
     run_key = jax.random.key(config.seed, impl="threefry2x32")
@@ -77,8 +77,7 @@ def main(argv: list[str]) -> None:
     def save() -> None:
         nonlocal saved
         if whole and done["step"] > max(saved, 0):
-            state = {"actor": actor, "critic": critic, "kl": kl_state}
-            checkpoints.save(done["step"], state, done)
+            checkpoints.save(done["step"], {"actor": actor, "critic": critic, "kl": kl_state}, done)
             saved = done["step"]
 
     with ppo_steps.rescued(save, checkpoints):
@@ -141,7 +140,8 @@ def main(argv: list[str]) -> None:
             done["best"] = report(done, actor.params)
             ppo_steps.check_updates(done["line"])
     writers.close()
-    training_curves(workdir / "metrics.jsonl", workdir / "curves.png", title=workdir.name)
+    if done["step"]:
+        training_curves(workdir / "metrics.jsonl", workdir / "curves.png", title=workdir.name)
     stop.exit_if_requested(f"stopped after step {done['step']}; --workdir={workdir} resumes")
     outputs.finish(workdir, actor.params, model)
 

@@ -345,7 +345,9 @@ def test_a_save_that_cannot_begin_is_a_sentence_and_the_next_is_tried(tmp_path, 
     with Checkpointer(tmp_path) as checkpointer:
         with monkeypatch.context() as patch:
             patch.setattr(
-                checkpointer._orbax, "save", lambda *_, **__: (_ for _ in ()).throw(OSError(28, "x"))
+                checkpointer._orbax,
+                "save",
+                lambda *_, **__: (_ for _ in ()).throw(OSError(28, "x")),
             )
             with pytest.raises(CheckpointError, match="00000001 could not be written"):
                 checkpointer.save(1, {"w": jnp.ones(2)}, {})
