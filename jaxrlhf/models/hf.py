@@ -16,6 +16,7 @@ import numpy as np
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.hf_config import from_hf, read_json, to_hf, write_json
 from jaxrlhf.models.hf_weights import read_params, write_params
+from jaxrlhf.models.specs import param_specs
 
 __all__ = [
     "from_hf",
@@ -152,7 +153,7 @@ def load(
     """
     directory = pathlib.Path(directory)
     config = load_config(directory)
-    return read_params(directory, config, dtype), config
+    return read_params(directory, param_specs(config), config, dtype), config
 
 
 def save(
@@ -193,11 +194,11 @@ def save(
     target = pathlib.Path(directory).resolve()
     source = None if source_dir is None else pathlib.Path(source_dir)
     fields = _config_fields(config, np.dtype(dtype), source, generation_config or {})
-    with _replacing(target) as partial:
-        write_params(partial, params, config, dtype, max_shard_bytes)
+    with replacing(target) as partial:
+        write_params(partial, params, param_specs(config), dtype, max_shard_bytes)
         write_json(partial / CONFIG, fields)
         if source is not None:
-            _copy_files(source, partial, (*TOKENIZER_FILES, GENERATION))
+            copy_files(source, partial, (*TOKENIZER_FILES, GENERATION))
         if generation_config is not None:
             write_json(partial / GENERATION, generation_config)
     return pathlib.Path(directory)
@@ -223,7 +224,8 @@ def _config_fields(
     return fields | to_hf(config) | ids | {"dtype": dtype.name}
 
 
-def _copy_files(source: pathlib.Path, target: pathlib.Path, names: Sequence[str]) -> None:
+def copy_files(source: pathlib.Path, target: pathlib.Path, names: Sequence[str]) -> None:
+    """Copies those of the named files and folders that are there."""
     for name in names:
         if (source / name).is_dir():
             shutil.copytree(source / name, target / name)
@@ -232,7 +234,7 @@ def _copy_files(source: pathlib.Path, target: pathlib.Path, names: Sequence[str]
 
 
 @contextlib.contextmanager
-def _replacing(target: pathlib.Path) -> Iterator[pathlib.Path]:
+def replacing(target: pathlib.Path) -> Iterator[pathlib.Path]:
     """A fresh sibling directory that becomes ``target`` when the block ends without an error."""
     empty = target.is_dir() and not any(target.iterdir())
     if target.exists() and not empty and not (target / CONFIG).is_file():

@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.hf_config import read_json, write_json
 from jaxrlhf.models.layers import rope_frequencies
-from jaxrlhf.models.specs import ParamSpec, param_specs
+from jaxrlhf.models.specs import ParamSpec
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -31,10 +31,13 @@ _ROTARY_BUFFER = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_
 
 
 def read_params(
-    directory: pathlib.Path, config: ModelConfig, dtype: jax.typing.DTypeLike
+    directory: pathlib.Path,
+    spec_tree: dict[str, Any],
+    config: ModelConfig,
+    dtype: jax.typing.DTypeLike,
 ) -> dict[str, Any]:
     """The parameter tree of the directory's weights; see ``hf.load``."""
-    specs, structure = jax.tree.flatten(param_specs(config))
+    specs, structure = jax.tree.flatten(spec_tree)
     with contextlib.ExitStack() as stack:
         reader = _open_weights(directory, stack)
         _check_tensors(reader, specs, config)
@@ -198,17 +201,17 @@ class _Tensor(NamedTuple):
     fetch: Callable[[], np.ndarray]
 
 
-def _tensors(params: dict[str, Any], config: ModelConfig) -> list[_Tensor]:
+def _tensors(params: dict[str, Any], spec_tree: dict[str, Any]) -> list[_Tensor]:
     """All tensors by name; values are fetched from their device one at a time, when written."""
-    specs = dict(jax.tree_util.tree_leaves_with_path(param_specs(config)))
+    specs = dict(jax.tree_util.tree_leaves_with_path(spec_tree))
     leaves = dict(jax.tree_util.tree_leaves_with_path(params))
     for path in [*specs, *leaves]:
         spec, leaf = specs.get(path), leaves.get(path)
         if spec is None or leaf is None or np.shape(leaf) != spec.shape:
             raise ValueError(
                 f"parameter {jax.tree_util.keystr(path)} is {getattr(leaf, 'shape', 'missing')} "
-                f"where the config has {getattr(spec, 'shape', 'none')}: pass the language "
-                "model's own tree and its config"
+                f"where the config has {getattr(spec, 'shape', 'none')}: pass the model's own "
+                "tree and its config"
             )
     tensors = [
         _Tensor(name, _tensor_shape(spec), _fetcher(leaves[path], spec, i))
@@ -229,12 +232,12 @@ def _fetcher(leaf: jax.Array, spec: ParamSpec, layer: int) -> Callable[[], np.nd
 def write_params(
     directory: pathlib.Path,
     params: dict[str, Any],
-    config: ModelConfig,
+    spec_tree: dict[str, Any],
     dtype: jax.typing.DTypeLike,
     max_shard_bytes: int,
 ) -> None:
     """The tree's weights in one file, or in several with an index; see ``hf.save``."""
-    shards, total = _shards(_tensors(params, config), np.dtype(dtype), max_shard_bytes)
+    shards, total = _shards(_tensors(params, spec_tree), np.dtype(dtype), max_shard_bytes)
     weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, start=1):
         file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
