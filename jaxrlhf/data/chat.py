@@ -13,12 +13,15 @@ import numpy as np
 Messages = str | Sequence[Mapping[str, Any]]
 
 
+TURNS = ("all", "last")
+
+
 class Example(NamedTuple):
     """One supervised row.
 
     Attributes:
-      tokens: i32[T], prompt and answer.
-      answer_mask: bool[T], True on the answer's tokens, the stop token that ends it included.
+      tokens: i32[T], prompt and answer, or a conversation of several turns.
+      answer_mask: bool[T], True on the answers' tokens, the stop token that ends each included.
     """
 
     tokens: np.ndarray
@@ -82,10 +85,61 @@ def encode_example(
     ends = [t for t in range(len(prompt), len(whole)) if whole[t] in stops]
     if not ends:
         raise ValueError(
-            f"the chat template ends the answer with {tokenizer.decode(whole[-2:])!r}, which holds "
-            f"none of the stop ids {sorted(stops)}; pass the token that ends a turn in stop_ids."
+            f"the chat template of {tokenizer.name_or_path} ends the answer with "
+            f"{tokenizer.decode(whole[-2:])!r}, which holds none of the stop ids {sorted(stops)}; "
+            "pass the token that ends a turn in stop_ids."
         )
     return _example(prompt, whole[len(prompt) : ends[-1] + 1])
+
+
+def encode_conversation(
+    tokenizer: Any,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    turns: str = "all",
+    context: int = 0,
+    stop_ids: Collection[int] | None = None,
+    template_options: Mapping[str, Any] | None = None,
+) -> Example:
+    """Token ids of a conversation, and which of them are the assistant's turns to train on.
+
+    Each such turn is rendered as the answer to what came before it, as ``encode_example`` does, and
+    each of these renderings must begin with the tokens of the one before. What follows the last
+    such turn is left off: no loss depends on it.
+
+    Args:
+      tokenizer: from ``load_tokenizer``.
+      messages: the whole conversation.
+      turns: "all" for every turn of the assistant, "last" for the last one alone.
+      context: so many messages at the beginning are read and not trained on.
+      stop_ids, template_options: as in ``encode_example``.
+
+    Raises:
+      ValueError: no turn is left to train on, ``turns`` is unknown, the template renders a turn
+        differently once more messages follow (Qwen3's drops earlier thoughts, for one), or it is
+        one that ``encode_example`` refuses.
+    """
+    if turns not in TURNS:
+        raise ValueError(f"turns={turns!r} is unknown; use one of {', '.join(TURNS)}.")
+    said = [i for i in range(context, len(messages)) if messages[i]["role"] == "assistant"]
+    if not said:
+        raise ValueError("the assistant says nothing to train on; remove the conversation.")
+    tokens: list[int] = []
+    mask: list[bool] = []
+    for i in said if turns == "all" else said[-1:]:
+        example = encode_example(
+            tokenizer,
+            messages[:i],
+            messages[i : i + 1],
+            stop_ids=stop_ids,
+            template_options=template_options,
+        )
+        now = example.tokens.tolist()
+        if now[: len(tokens)] != tokens or example.answer_mask[: len(tokens)].any():
+            raise ValueError(_turn_differs(tokenizer, i, tokens, now))
+        mask += example.answer_mask[len(tokens) :].tolist()
+        tokens = now
+    return Example(np.asarray(tokens, np.int32), np.asarray(mask))
 
 
 def _example(prompt: list[int], answer: list[int]) -> Example:
@@ -112,11 +166,24 @@ def _render(
 
 
 def _differs(tokenizer: Any, prompt: list[int], whole: list[int]) -> str:
-    pairs = zip(prompt, whole, strict=False)
-    first = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(prompt), len(whole)))
     return (
-        f"the chat template renders the prompt differently once an answer follows: from token "
-        f"{first} on {tokenizer.decode(prompt[first : first + 8])!r} becomes "
-        f"{tokenizer.decode(whole[first : first + 8])!r}; strip white space before the answer, or "
-        "set template_options or the template so that both agree."
+        f"the chat template of {tokenizer.name_or_path} renders the prompt differently once an "
+        f"answer follows: {_first_difference(tokenizer, prompt, whole)}; strip white space before "
+        "the answer, or set template_options or the template so that both agree."
     )
+
+
+def _turn_differs(tokenizer: Any, message: int, before: list[int], now: list[int]) -> str:
+    return (
+        f"the chat template of {tokenizer.name_or_path} renders the turns before message {message} "
+        "differently from when they were the last ones: "
+        f"{_first_difference(tokenizer, before, now)}; train on the last turn alone (turns=last), "
+        "or set template_options or the template so that both agree."
+    )
+
+
+def _first_difference(tokenizer: Any, before: list[int], now: list[int]) -> str:
+    pairs = zip(before, now, strict=False)
+    first = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(before), len(now)))
+    old, new = (tokenizer.decode(ids[first : first + 8]) for ids in (before, now))
+    return f"from token {first} on {old!r} becomes {new!r}"

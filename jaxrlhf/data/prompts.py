@@ -6,7 +6,7 @@ over epochs no prompt is favoured.
 """
 
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -140,7 +140,7 @@ class PromptIterator:
         self._batch_size = batch_size
         self._seed = seed
         self._drawn = 0
-        self._checksum = _checksum(dataset)
+        self._checksum = checksum(dataset.token_ids)
         self._epoch = -1  # the epoch that _order belongs to
         self._order = np.zeros(0, np.int32)
 
@@ -181,19 +181,27 @@ class PromptIterator:
         Raises:
           ValueError: a key is missing, or the batch size, the seed or the prompts differ.
         """
-        own = self.state()
-        if state.keys() != own.keys():
-            raise ValueError(
-                f"the saved data position has the keys {sorted(state)}, not {sorted(own)}; "
-                "resume with the version that saved it."
-            )
-        changed = [k for k in own if k != "batches_drawn" and own[k] != state[k]]
-        if changed:
-            raise ValueError(
-                f"the saved data position is of other data: {changed[0]} was {state[changed[0]]} "
-                f"and is {own[changed[0]]}; resume with the same files, batch size and seed."
-            )
+        check_position(self.state(), state)
         self._drawn = int(state["batches_drawn"])
+
+
+def check_position(own: Mapping[str, int], saved: Mapping[str, int]) -> None:
+    """Refuses an iterator's saved state that is of other data than its own.
+
+    Raises:
+      ValueError: a key is missing, or one beside ``batches_drawn`` differs.
+    """
+    if saved.keys() != own.keys():
+        raise ValueError(
+            f"the saved data position has the keys {sorted(saved)}, not {sorted(own)}; "
+            "resume with the version that saved it."
+        )
+    changed = [k for k in own if k != "batches_drawn" and own[k] != saved[k]]
+    if changed:
+        raise ValueError(
+            f"the saved data position is of other data: {changed[0]} was {saved[changed[0]]} "
+            f"and is {own[changed[0]]}; resume with the same files, batch size and seed."
+        )
 
 
 def epoch_order(seed: int, epoch: int, size: int) -> np.ndarray:
@@ -227,8 +235,9 @@ def _encode(
     return ids
 
 
-def _checksum(dataset: PromptDataset) -> int:
-    checksum = 0
-    for ids in dataset.token_ids:
-        checksum = zlib.crc32(np.asarray([len(ids), *ids], np.int64).tobytes(), checksum)
-    return checksum
+def checksum(token_ids: Iterable[Sequence[int]]) -> int:
+    """A checksum of lists of ids, the places where they end included."""
+    total = 0
+    for ids in token_ids:
+        total = zlib.crc32(np.asarray([len(ids), *ids], np.int64).tobytes(), total)
+    return total

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxrlhf.data.batching import bucket_length, example_batches, pad_examples
+from jaxrlhf.data.batching import bucket_length, example_batches, pack_examples, pad_examples
 from jaxrlhf.data.chat import Example
 from jaxrlhf.losses import token_weights
 from jaxrlhf.types import TokenBatch
@@ -53,8 +53,11 @@ def test_buckets(length, bucket):
     ("examples", "message"),
     [
         ([], "at least one example"),
-        ([_example(1, 2), _example(3, 6)], "example 1 has 9 tokens; raise the length"),
-        ([_example(1, 2), _example(0, 2)], "example 1 starts with an answer token"),
+        (
+            [_example(1, 2), _example(3, 6)],
+            "example of row 1 has 9 tokens; raise the length .now 8. or",
+        ),
+        ([_example(1, 2), _example(0, 2)], "an example of row 1 starts with an answer token"),
         ([_example(3, 0)], "no example of the batch has an answer token"),
     ],
 )
@@ -76,3 +79,12 @@ def test_batches_have_one_shape_and_use_every_example():
     assert all((a.tokens == b.tokens).all() for a, b in zip(batches, again, strict=True))
     with pytest.raises(ValueError, match="batch of 8 examples cannot be drawn from 7"):
         next(example_batches(examples, batch_size=8, num_batches=1, seed=0, pad_id=0))
+
+
+def test_rows_that_do_not_hold_their_examples():
+    pair = [_example(1, 2), _example(2, 4)]
+    assert pack_examples([pair], pad_id=0, length=9).segment_ids.tolist() == [[1] * 3 + [2] * 6]
+    with pytest.raises(ValueError, match=r"row 0 has 6 tokens; raise the length .now 8, 3 of them"):
+        pack_examples([pair], pad_id=0, length=8)
+    with pytest.raises(ValueError, match="2 rows do not fit in a batch of 1"):
+        pack_examples([pair, pair], pad_id=0, length=9, num_rows=1)
