@@ -101,6 +101,25 @@ class TokenBatch:
 
 
 @struct.dataclass
+class PreferenceBatch:
+    """Pairs of answers to the same prompt; a pair is one entry of axis 0, so no split parts it.
+
+    Attributes:
+      tokens: i32[B, 2, T], prompt and answer, right-padded, the chosen one first.
+      lengths: i32[B, 2], real tokens of each row.
+      prompt_lengths: i32[B], tokens of the prompt that both rows begin with.
+      margins: f32[B], by how much the chosen answer is better; 0 where nobody said.
+      loss_weights: f32[B], made on the whole optimiser batch, over which they sum to 1.
+    """
+
+    tokens: jax.Array
+    lengths: jax.Array
+    prompt_lengths: jax.Array
+    margins: jax.Array
+    loss_weights: jax.Array
+
+
+@struct.dataclass
 class TrainState:
     """Parameters, the optax state, and counters (i32 scalars).
 
