@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxrlhf.rewards.scoring import Scores
+from jaxrlhf.rewards.scoring import SampledText, Scores
 from jaxrlhf.rollout.native import NativeSampler
 from jaxrlhf.types import FINISH_STOP, Rollout
 
@@ -15,14 +15,26 @@ class Validation(NamedTuple):
     """``metrics`` by name, and per prompt the response's text and its scores."""
 
     metrics: dict[str, float]
-    responses: list[str]
+    responses: list[SampledText]
     scores: Scores
 
 
-def responses_text(rollout: Rollout, decode: Callable[[list[int]], str]) -> list[str]:
-    """The text of each row's response, from the ids that were sampled, up to where it ended."""
+def responses_text(
+    rollout: Rollout, decode: Callable[[list[int]], str], tokenizer: str | None = None
+) -> list[SampledText]:
+    """The text of each row's response, from the ids that were sampled, up to where it ended.
+
+    Args:
+      rollout: the rows.
+      decode: token ids to text.
+      tokenizer: ``data.tokenizer.tokenizer_digest`` of whose ids they are, for scorers that read
+        tokens; None where that is not known.
+    """
     tokens, starts, ends = jax.device_get((rollout.tokens, rollout.prompt_lengths, rollout.lengths))
-    return [decode(row[a:b].tolist()) for row, a, b in zip(tokens, starts, ends, strict=True)]
+    return [
+        SampledText(decode(row[a:b].tolist()), row[:b].tolist(), tokenizer)
+        for row, a, b in zip(tokens, starts, ends, strict=True)
+    ]
 
 
 def validate(
@@ -35,6 +47,7 @@ def validate(
     score: Callable[[list[str], list[str], Sequence[Mapping[str, Any]]], Scores],
     key: jax.Array,
     temperature: float = 0.0,
+    tokenizer: str | None = None,
     on_progress: Callable[[int, int, int], None] | None = None,
 ) -> Validation:
     """One response to every prompt, greedy by default, scored as in training.
@@ -48,6 +61,7 @@ def validate(
       score: (prompt texts, response texts, records) to Scores.
       key: PRNG key; no effect at temperature 0.
       temperature: of the sampled distribution; 0 is greedy.
+      tokenizer: as in ``responses_text``.
       on_progress: called with (tokens, rows finished, rows in all) as generation goes on.
 
     Returns:
@@ -64,7 +78,7 @@ def validate(
         temperature=temperature,
         on_progress=on_progress,
     )
-    responses = responses_text(rollout, decode)
+    responses = responses_text(rollout, decode, tokenizer)
     scores = score([decode(list(p)) for p in prompts], responses, records)
     finish, starts, ends = jax.device_get(
         (rollout.finish_reason, rollout.prompt_lengths, rollout.lengths)

@@ -5,6 +5,7 @@ belongs to the token after it (written ``▁``), so that decoding gives the enco
 "12" and "1 2" stay different, which a scorer that reads numbers relies on.
 """
 
+import hashlib
 import json
 import os
 import pathlib
@@ -99,6 +100,21 @@ def load_tokenizer(directory: str | os.PathLike[str], *, require_chat_template: 
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
+
+
+def tokenizer_digest(tokenizer: Any) -> str | None:
+    """A sha256 of what makes token ids of messages: equal where two tokenizers do the same.
+
+    None where the tokenizer does not tell (those that are not of the ``tokenizers`` library).
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return None
+    rules = json.loads(backend.to_str())
+    # How rows are padded and cut belongs to a caller, not to the tokenizer.
+    kept = {key: value for key, value in rules.items() if key not in ("padding", "truncation")}
+    whole = json.dumps([kept, tokenizer.chat_template, tokenizer.eos_token_id], sort_keys=True)
+    return hashlib.sha256(whole.encode()).hexdigest()
 
 
 def _split(text: str) -> list[str]:

@@ -31,6 +31,31 @@ class ScoringError(ValueError):
     """A scorer cannot be loaded, failed, or returned something that is no reward."""
 
 
+class SampledText(str):
+    """A response's text that knows the tokens that it was decoded from; otherwise a plain ``str``.
+
+    A scorer that is a model itself can read them in place of the text, so that nothing is lost by
+    decoding: which tokens were sampled, and whether the response was ended or cut.
+
+    Attributes:
+      row: token ids of prompt and response.
+      tokenizer: ``data.tokenizer.tokenizer_digest`` of the tokenizer whose ids they are.
+    """
+
+    __slots__ = ("row", "tokenizer")
+    row: tuple[int, ...]
+    tokenizer: str | None
+
+    def __new__(cls, text: str, row: Sequence[int], tokenizer: str | None) -> "SampledText":
+        """The text with its tokens."""
+        made = super().__new__(cls, text)
+        made.row, made.tokenizer = tuple(row), tokenizer
+        return made
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return SampledText, (str(self), self.row, self.tokenizer)
+
+
 @dataclass(frozen=True)
 class Scores:
     """What one call gave.
