@@ -1,4 +1,4 @@
-"""What the recipes share: the argument parser and the defaults of a PPO run."""
+"""What the recipes share: the argument parser and each experiment's settings with defaults."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -136,4 +136,44 @@ def ppo() -> ConfigDict:
     c.logging.writers = ("console", "jsonl", "tensorboard")  # and "wandb"
     c.logging.project = "jaxrlhf"
     c.logging.rollouts_per_step = 8
+    return c
+
+
+def sft() -> ConfigDict:
+    """Every setting of ``experiments/sft.py`` with its default."""
+    c = ConfigDict()
+    c.seed = 0
+    c.total_epochs = 2
+    c.total_steps = 0  # stops earlier, after so many updates; 0 for the epochs alone
+    c.save_freq = 100  # updates between checkpoints; 0 saves at the end alone
+    c.test_freq = 100  # updates between validations; 0 validates before and at the end alone
+    c.keep_checkpoints = 2
+
+    c.model = ConfigDict()
+    c.model.path = ""  # a Hugging Face directory, or a hub id
+    c.model.compute_dtype = "bfloat16"  # float32 | bfloat16; master weights are always float32
+    c.model.remat = "full"
+
+    c.data = ConfigDict()
+    c.data.train_files = ""
+    c.data.val_files = ""
+    c.data.max_length = 2048  # tokens of a conversation at most, and of a packed row
+    c.data.overlong = "filter"  # filter | truncate | error
+    c.data.turns = "all"  # all | last: the assistant's turns that are trained on
+    c.data.packing = True  # several conversations a row; False for one a row
+    c.data.end_token = ""  # ends a turn, as the template writes it; "" for the model's own
+    c.data.template_options = ConfigDict()  # of the chat template; a recipe may add to them
+    c.data.template_options.date_string = ""  # Llama 3's; "" leaves it to the template
+    c.data.max_val_conversations = 0  # 0 validates on all of them
+
+    c.sft = ConfigDict()
+    c.sft.train_batch_size = 16  # rows per update
+    c.sft.micro_batch_size = 2  # rows per forward-backward pass
+
+    c.optimizer = optimizer(1e-5)
+
+    c.logging = ConfigDict()
+    c.logging.writers = ("console", "jsonl", "tensorboard")  # and "wandb"
+    c.logging.console_freq = 10  # updates between two tables on the console
+    c.logging.project = "jaxrlhf"
     return c

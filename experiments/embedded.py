@@ -1,13 +1,14 @@
-"""The embedded default: data, tokenizer and a warmed-up start model, made on the spot.
+"""The embedded defaults: data, tokenizer and a small start model, made on the spot.
 
 Everything goes into the run's directory in the forms that a real run reads (parquet files, a
-Hugging Face model directory), so that PPO does not know the difference.
+Hugging Face model directory), so that an experiment does not know the difference.
 """
 
 import functools
 import itertools
 import pathlib
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import numpy as np
@@ -60,33 +61,51 @@ def prepare(
         tables.write_table(workdir / file, records)
     words = tokenizer.build_word_tokenizer(word_problems.corpus(), workdir / "tokenizer")
     params, model = _warm_up(words, demonstrations, check, seed=config.seed, **recipe)
-    hf.save(
-        target,
-        params,
-        model,
-        dtype=np.float32,
-        source_dir=workdir / "tokenizer",
-        generation_config={"eos_token_id": words.eos_token_id, "pad_token_id": words.pad_token_id},
-    )
+    _save(target, params, model, words)
 
 
-def _warm_up(
-    words: object,
-    demonstrations: list[tables.Record],
-    check: Callable[[], None],
-    *,
-    seed: int,
-    num_layers: int,
-    hidden_size: int,
-    num_heads: int,
-    steps: int,
-    batch_size: int,
-    learning_rate: float,
-) -> tuple[dict, ModelConfig]:
-    """A small Llama after supervised steps on the demonstrations."""
-    model = ModelConfig(
+def prepare_sft(
+    config: Settings, workdir: pathlib.Path, check: Callable[[], None] = lambda: None
+) -> None:
+    """Writes chat tables of right answers and a fresh model into ``workdir``, once.
+
+    The tables are in verl's schema, with the conversations beside it as ``messages``, and those
+    for validation are of problems that no training table has.
+
+    Args:
+      config, workdir: as in ``prepare``.
+      check: called before the model is written; what it raises ends that.
+    """
+    c = config.embedded
+    seed, target = config.seed, workdir / config.model.path
+    shape = (c.num_layers, c.hidden_size, c.num_heads)
+    train = word_problems.generate(seed, c.train_conversations)
+    validation = word_problems.generate(seed, c.val_conversations, split="val")
+    if target.exists():
+        return
+    for file, records in ((config.data.train_files, train), (config.data.val_files, validation)):
+        tables.write_table(workdir / file, [_with_conversation(record) for record in records])
+    words = tokenizer.build_word_tokenizer(word_problems.corpus(), workdir / "tokenizer")
+    model = _small_llama(words, *shape)
+    check()
+    _save(target, init_params(jax.random.key(seed), model), model, words)
+
+
+def _with_conversation(record: tables.Record) -> tables.Record:
+    answer = {"role": "assistant", "content": record["extra_info"]["answer"]}
+    return record | {"messages": [*record["prompt"], answer]}
+
+
+def _save(target: pathlib.Path, params: dict, model: ModelConfig, words: Any) -> None:
+    ids = {"eos_token_id": words.eos_token_id, "pad_token_id": words.pad_token_id}
+    source = target.parent / "tokenizer"
+    hf.save(target, params, model, dtype=np.float32, source_dir=source, generation_config=ids)
+
+
+def _small_llama(words: Any, num_layers: int, hidden_size: int, num_heads: int) -> ModelConfig:
+    return ModelConfig(
         family="llama",
-        vocab_size=len(words),  # type: ignore[arg-type]
+        vocab_size=len(words),
         hidden_size=hidden_size,
         intermediate_size=3 * hidden_size,
         num_layers=num_layers,
@@ -100,6 +119,23 @@ def _warm_up(
         qk_norm=False,
         max_positions=CONTEXT,
     )
+
+
+def _warm_up(
+    words: Any,
+    demonstrations: list[tables.Record],
+    check: Callable[[], None],
+    *,
+    seed: int,
+    num_layers: int,
+    hidden_size: int,
+    num_heads: int,
+    steps: int,
+    batch_size: int,
+    learning_rate: float,
+) -> tuple[dict, ModelConfig]:
+    """A small Llama after supervised steps on the demonstrations."""
+    model = _small_llama(words, num_layers, hidden_size, num_heads)
     examples = [
         chat.encode_example(words, r["prompt"], r["extra_info"]["demonstration"])
         for r in demonstrations
@@ -114,7 +150,7 @@ def _warm_up(
         batch_size=batch_size,
         num_batches=steps,
         seed=seed,
-        pad_id=words.pad_token_id,  # type: ignore[attr-defined]
+        pad_id=words.pad_token_id,
         multiple=4,
     )
     with progress("warm-up", total=steps, unit="updates") as advance:

@@ -32,14 +32,18 @@ class Model(NamedTuple):
 
 
 def load_model(
-    config: Settings, workdir: pathlib.Path, check: Callable[[], None] = lambda: None
+    config: Settings,
+    workdir: pathlib.Path,
+    check: Callable[[], None] = lambda: None,
+    *,
+    prepare: Callable[..., None] = embedded.prepare,
 ) -> Model:
-    """Opens ``model.path`` (in the embedded recipe made first) and its tokenizer.
+    """Opens ``model.path`` (in an embedded recipe made first, by ``prepare``) and its tokenizer.
 
     ``check`` is called while the start model is made; what it raises ends that.
     """
     if "embedded" in config:
-        embedded.prepare(config, workdir, check)
+        prepare(config, workdir, check)
         directory = workdir / config.model.path
     else:
         directory = hf.resolve(config.model.path)
@@ -65,7 +69,7 @@ def load_prompts(
     """
     base = workdir if "embedded" in config else pathlib.Path()
     c = config.data
-    options = {k: v for k, v in c.template_options.as_dict().items() if v != ""}
+    options = template_options(config)
     out = []
     for file, limit in ((c.train_files, None), (c.val_files, c.max_val_prompts or None)):
         records = tables.read_table(base / file)[:limit]
@@ -86,6 +90,11 @@ def load_prompts(
         )
         out.append(dataset)
     return out[0], out[1]
+
+
+def template_options(config: Settings) -> dict[str, Any]:
+    """The chat template's options that are set."""
+    return {k: v for k, v in config.data.template_options.as_dict().items() if v != ""}
 
 
 def _check_scorable(config: Settings, records: list[tables.Record], file: str) -> None:

@@ -103,7 +103,11 @@ class StepMetrics:
         self._seconds: list[float] = []
 
     def __call__(self, rollout: Rollout, steps_left: int) -> dict[str, float]:
-        """Seconds by phase and in all, response tokens per second, compilations, peak memory.
+        """``of_tokens`` with the response tokens of a step's rollout."""
+        return self.of_tokens(float(np.asarray(rollout.response_mask).sum()), steps_left)
+
+    def of_tokens(self, tokens: float, steps_left: int) -> dict[str, float]:
+        """Seconds by phase and in all, tokens per second, compilations, peak memory.
 
         ``time/left`` is the median step's seconds times the steps left, without validations. The
         process's first step, which compiles, says nothing about it: it has none.
@@ -115,8 +119,7 @@ class StepMetrics:
             out["time/left"] = statistics.median(self._seconds[1:]) * steps_left
         return out | {
             "time/step": seconds,
-            "throughput/tokens_per_second": float(np.asarray(rollout.response_mask).sum())
-            / seconds,
+            "throughput/tokens_per_second": tokens / seconds,
             "compile/count": float(self._compiles.count),
             "memory/peak_bytes": peak_memory_bytes(),
         }

@@ -2,7 +2,7 @@
 
 import math
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -36,11 +36,28 @@ COLUMNS = {
 }
 
 
-def make_writers(config: Settings, workdir: pathlib.Path, steps: int) -> Writers:
-    """``metrics.jsonl``, and the others that ``logging.writers`` names."""
+def make_writers(
+    config: Settings,
+    workdir: pathlib.Path,
+    steps: int,
+    *,
+    columns: Mapping[str, str] = COLUMNS,
+    console_freq: int = 1,
+) -> Writers:
+    """``metrics.jsonl``, and the others that ``logging.writers`` names.
+
+    Args:
+      config: of the run.
+      workdir: its directory.
+      steps: how many there will be.
+      columns: metrics of the console's tables, and what they are called there.
+      console_freq: steps between two such tables.
+    """
     c, project = config.logging, config.logging.project
     others: dict[str, Callable[[], Any]] = {
-        "console": lambda: ConsoleTable(COLUMNS, total_steps=steps, either=[BEST_BY]),
+        "console": lambda: ConsoleTable(
+            columns, total_steps=steps, either=[BEST_BY], every=console_freq
+        ),
         "tensorboard": lambda: TensorBoardWriter(workdir / "tensorboard"),
         "wandb": lambda: WandbWriter(workdir / "wandb", project=project, name=workdir.name),
         "jsonl": lambda: None,  # always on

@@ -42,10 +42,11 @@ def hyper_parameters(config: Settings) -> tuple[ppo.PPOHyper, OptimizerHyper, Op
         entropy_coef=c.entropy_coef or None,
         kl_loss_coef=config.kl.coef if config.kl.where == "loss" else None,
     )
-    return hyper, _optimizer(config.actor), _optimizer(config.critic)
+    return hyper, optimizer_hyper(config.actor), optimizer_hyper(config.critic)
 
 
-def _optimizer(config: Settings) -> OptimizerHyper:
+def optimizer_hyper(config: Settings) -> OptimizerHyper:
+    """The numbers of a config's optimiser, on the device."""
     fields = config.as_dict()  # the config's names are the arguments' names
     return OptimizerHyper.create(**fields | {"max_grad_norm": fields["max_grad_norm"] or None})
 
@@ -144,6 +145,8 @@ class Report(NamedTuple):
     phases: Phases
     validate: Callable[[Any], dict[str, float]]
     validations: Collection[int]
+    best_by: str = "val/score"  # a metric that every validation has
+    export_if_best: Callable[..., float] = outputs.export_if_best
 
     def __call__(self, done: Mapping[str, Any], params: Any) -> float | None:
         """Returns the best validation so far; ``done`` is the step's part of a checkpoint."""
@@ -154,8 +157,8 @@ class Report(NamedTuple):
             with self.phases("validate"):
                 line |= self.validate(params)
             line |= self.phases.pop()
-        if "val/score" in line:
-            best = outputs.export_if_best(self.workdir, params, self.model, line, best)
+        if self.best_by in line:
+            best = self.export_if_best(self.workdir, params, self.model, line, best)
         if found is None:
             with naming(file):
                 self.writers.write(step, line)

@@ -1,11 +1,12 @@
 """A config as read: which keys were, and which contradict each other."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ml_collections import ConfigDict
 
+from jaxrlhf.data.chat import TURNS
 from jaxrlhf.data.prompts import OVERLONG
 from jaxrlhf.losses.kl import KL_KINDS
 from jaxrlhf.losses.masked import AGGREGATIONS
@@ -88,15 +89,7 @@ def check_ppo(config: Settings) -> None:
     Raises:
       ValueError: one sentence that names the keys and says what would do.
     """
-    for least, keys in enumerate((AT_LEAST_0, AT_LEAST_1)):
-        for key in keys:
-            value = _get(config, key)
-            if not value >= least:  # so that NaN is refused as well
-                raise ValueError(f"{key}={value} must be at least {least}.")
-    for key, choices in CHOICES.items():
-        _one_of(config, key, choices)
-    if unknown := sorted(set(config.logging.writers) - set(WRITERS)):
-        raise ValueError(f"logging.writers names {unknown}; choose from {', '.join(WRITERS)}.")
+    _check_values(config, AT_LEAST_0, AT_LEAST_1, CHOICES)
     if not config.rollout.temperature > 0:
         raise ValueError(
             f"rollout.temperature={config.rollout.temperature} leaves nothing to learn from; "
@@ -108,6 +101,24 @@ def check_ppo(config: Settings) -> None:
     _check_warmup(config)
     for role in ("actor", "critic"):
         _check_schedule(role, getattr(config, role))
+
+
+def _check_values(
+    config: Settings,
+    at_least_0: Sequence[str],
+    at_least_1: Sequence[str],
+    choices: Mapping[str, Sequence[str]],
+) -> None:
+    """Each key on its own, and ``logging.writers``."""
+    for least, keys in enumerate((at_least_0, at_least_1)):
+        for key in keys:
+            value = _get(config, key)
+            if not value >= least:  # so that NaN is refused as well
+                raise ValueError(f"{key}={value} must be at least {least}.")
+    for key, known in choices.items():
+        _one_of(config, key, known)
+    if unknown := sorted(set(config.logging.writers) - set(WRITERS)):
+        raise ValueError(f"logging.writers names {unknown}; choose from {', '.join(WRITERS)}.")
 
 
 def _check_sizes(ppo: Settings, rollout: Settings) -> None:
@@ -198,3 +209,29 @@ def _one_of(config: Settings, key: str, choices: Sequence[str]) -> None:
 
 def _divisors(n: int) -> str:
     return ", ".join(str(d) for d in range(1, n + 1) if n % d == 0)
+
+
+def check_sft(config: Settings) -> None:
+    """``check_ppo`` for ``experiments/sft.py``."""
+    at_least_0 = [
+        "seed", "total_steps", "save_freq", "test_freq", "data.max_val_conversations",
+        "optimizer.learning_rate", "optimizer.max_grad_norm",
+    ]  # fmt: skip
+    at_least_1 = [
+        "total_epochs", "keep_checkpoints", "data.max_length", "sft.train_batch_size",
+        "sft.micro_batch_size", "logging.console_freq",
+    ]  # fmt: skip
+    choices = {
+        "model.compute_dtype": CHOICES["model.compute_dtype"],
+        "model.remat": CHOICES["model.remat"],
+        "data.overlong": OVERLONG,
+        "data.turns": TURNS,
+    }
+    _check_values(config, at_least_0, at_least_1, choices)
+    batch, micro = config.sft.train_batch_size, config.sft.micro_batch_size
+    if batch % micro:
+        raise ValueError(
+            f"sft.train_batch_size={batch} is not a multiple of sft.micro_batch_size={micro}; use "
+            f"one of {_divisors(batch)} for the latter."
+        )
+    _check_schedule("optimizer", config.optimizer)

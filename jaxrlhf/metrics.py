@@ -244,6 +244,7 @@ class ConsoleTable:
         mapping of names to what is shown in their place.
       total_steps: shown in the title.
       either: groups of columns of which the first that a step has is shown and the others not.
+      every: steps between two tables; the last step has one in any case.
       console: default ``rich.get_console()``, which progress bars share.
     """
 
@@ -253,16 +254,20 @@ class ConsoleTable:
         *,
         total_steps: int | None = None,
         either: Sequence[Sequence[str]] = (),
+        every: int = 1,
         console: Console | None = None,
     ) -> None:
         names = dict(columns) if isinstance(columns, Mapping) else {c: c for c in columns}
         self._columns = names
         self._total = total_steps
         self._either = either
+        self._every = every
         self._console = console or rich.get_console()
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Prints the step's table."""
+        """Prints the step's table, if it is its turn."""
+        if step % self._every and step != self._total:
+            return
         hidden = {
             name
             for group in self._either

@@ -240,6 +240,15 @@ def test_of_a_group_the_table_shows_the_first_that_is_there():
     assert shown[3] == ["second", "2", "other", "nan"]
 
 
+def test_tables_may_be_rare_but_the_last_step_has_one():
+    console = Console(file=io.StringIO(), force_terminal=False, width=80)
+    table = ConsoleTable(["a"], total_steps=7, every=3, console=console)
+    for step in range(8):
+        table.write(step, {"a": 1.0})
+    titles = [line.split()[2] for line in console.file.getvalue().splitlines() if "step" in line]
+    assert titles == ["0/7", "3/7", "6/7", "7/7"]
+
+
 def test_the_table_fits_narrow_terminals():
     console = Console(file=io.StringIO(), force_terminal=True, width=40)
     ConsoleTable([*METRICS, "none"], console=console).write(4, METRICS)

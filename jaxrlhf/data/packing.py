@@ -45,12 +45,55 @@ def first_fit_decreasing(lengths: Sequence[int], room: int) -> list[list[int]]:
     return rows
 
 
+def packed_rows(lengths: Sequence[int], room: int, packing: bool = True) -> list[list[int]]:
+    """``first_fit_decreasing``, or without packing one item a row."""
+    return first_fit_decreasing(lengths, room) if packing else [[i] for i in range(len(lengths))]
+
+
 class PackedBatch(NamedTuple):
     """One optimiser batch, the examples in it (in the order of the rows), and their epoch."""
 
     arrays: TokenArrays
     example_ids: list[int]
     epoch: int
+
+
+def pass_over(
+    examples: Sequence[Example],
+    rows: Sequence[Sequence[int]],
+    batch_size: int,
+    *,
+    length: int,
+    pad_id: int,
+) -> Iterator[PackedBatch]:
+    """All rows once, in their order, in batches of one shape; the last is filled with padding.
+
+    Args:
+      examples: what the rows are made of.
+      rows: ids of examples, from ``packed_rows``.
+      batch_size, length, pad_id: as in ``PackedIterator``.
+    """
+    shape = {"length": length, "num_rows": batch_size, "pad_id": pad_id}
+    for start in range(0, len(rows), batch_size):
+        yield _batch(examples, rows[start : start + batch_size], **shape)
+
+
+def _batch(
+    examples: Sequence[Example],
+    rows: Sequence[Sequence[int]],
+    *,
+    length: int,
+    num_rows: int,
+    pad_id: int,
+    epoch: int = 0,
+) -> PackedBatch:
+    arrays = pack_examples(
+        [[examples[i] for i in row] for row in rows],
+        pad_id=pad_id,
+        length=length,
+        num_rows=num_rows,
+    )
+    return PackedBatch(arrays, [i for row in rows for i in row], epoch)
 
 
 class PackedIterator:
@@ -97,25 +140,26 @@ class PackedIterator:
         if epoch != self._epoch:
             self._epoch, self._batches = epoch, self._plan(epoch)
         self._drawn += 1
-        rows = self._batches[index]
-        arrays = pack_examples(
-            [[self._examples[i] for i in row] for row in rows],
+        return _batch(
+            self._examples,
+            self._batches[index],
             pad_id=self._pad_id,
             length=self._length,
             num_rows=self._batch_size,
+            epoch=epoch,
         )
-        return PackedBatch(arrays, [i for row in rows for i in row], epoch)
+
+    def next(self) -> PackedBatch:
+        """The next batch; the same as ``next(iterator)``."""
+        return self.__next__()
 
     def _plan(self, epoch: int) -> list[list[list[int]]]:
         """The epoch's batches, each a list of rows of example ids."""
         order = epoch_order(self._seed, epoch, len(self._examples)).tolist()
-        if self._packing:
-            packed = first_fit_decreasing([self._lengths[i] for i in order], self._length)
-            rows = [[order[i] for i in row] for row in packed]
-            shuffle = np.random.default_rng([self._seed, epoch, 1]).permutation(len(rows))
-            rows = [rows[i] for i in shuffle]  # else the first batch would have the longest
-        else:
-            rows = [[i] for i in order]
+        packed = packed_rows([self._lengths[i] for i in order], self._length, self._packing)
+        # Shuffled, or the first batch would have the longest.
+        shuffle = np.random.default_rng([self._seed, epoch, 1]).permutation(len(packed))
+        rows = [[order[i] for i in packed[row]] for row in shuffle]
         batches = np.array_split(np.arange(len(rows)), -(-len(rows) // self._batch_size))
         return [[rows[i] for i in batch] for batch in batches]
 

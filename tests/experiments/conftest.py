@@ -1,4 +1,4 @@
-"""Runs of experiments/ppo.py in processes of their own, and what they leave."""
+"""Runs of experiments in processes of their own, and what they leave."""
 
 import json
 import os
@@ -68,9 +68,9 @@ class Run:
         self.path, self.env, self.repo_root = path, env, repo_root
         self.log = path.with_name(path.name + ".log")
 
-    def start(self, changes=None, *, recipe=TINY, base=NANO):
+    def start(self, changes=None, *, recipe=TINY, base=NANO, script="ppo.py"):
         settings = base | (changes or {})
-        command = [sys.executable, "experiments/ppo.py", f"--config={recipe}"]
+        command = [sys.executable, f"experiments/{script}", f"--config={recipe}"]
         command += [f"--config.{key}={value}" for key, value in settings.items()]
         command += [f"--workdir={self.path}"]
         with self.log.open("a") as log:
@@ -86,9 +86,9 @@ class Run:
         assert status == code, output
         return output
 
-    def start_until(self, condition, changes=None):
+    def start_until(self, condition, changes=None, **options):
         """Starts a process and returns it as soon as the condition holds."""
-        process = self.start(changes)
+        process = self.start(changes, **options)
         deadline = time.monotonic() + PATIENCE
         while not condition():
             assert process.poll() is None, self.log.read_text()
@@ -96,8 +96,8 @@ class Run:
             time.sleep(0.001)
         return process
 
-    def kill_when(self, condition, changes=None):
-        process = self.start_until(condition, changes)
+    def kill_when(self, condition, changes=None, **options):
+        process = self.start_until(condition, changes, **options)
         process.kill()
         assert process.wait(PATIENCE) == -signal.SIGKILL
 

@@ -2,15 +2,19 @@
 
 import functools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxrlhf.data.batching import pack_examples, pad_examples
+from jaxrlhf.data.chat import Example
+from jaxrlhf.data.packing import first_fit_decreasing
 from jaxrlhf.losses.masked import token_weights
 from jaxrlhf.models.transformer import forward, logits
 from jaxrlhf.optimizers import OptimizerHyper
 from jaxrlhf.trainers.forward import positions_and_segments
 from jaxrlhf.trainers.sft import sft_loss
-from jaxrlhf.trainers.update import init_train_state, pure_update
+from jaxrlhf.trainers.update import accumulate_gradients, init_train_state, pure_update
 from jaxrlhf.types import TokenBatch
 
 
@@ -65,3 +69,33 @@ def test_it_learns_the_batch_by_heart(config, models, make_rollout, quick_jit):
         history.append(float(metrics["sft/loss"]))
     assert history[0] > 2
     assert history[-1] < 0.05
+
+
+def examples_of_several_turns(n, rng):
+    examples = []
+    for _ in range(n):
+        mask = np.repeat([False, True, False, True], rng.integers(1, 5, 4))
+        examples.append(Example(rng.integers(0, 17, len(mask)).astype(np.int32), mask))
+    return examples
+
+
+def test_packing_changes_neither_loss_nor_gradient(config, models, rng, quick_jit):
+    """The same examples: one a row in one batch; packed, with rows of padding, in three parts."""
+    examples = examples_of_several_turns(9, rng)
+    packed = first_fit_decreasing([len(e.tokens) for e in examples], 32)
+    assert len(packed) < 6
+    padded = pad_examples(examples, pad_id=3, multiple=16)
+    rows = [[examples[i] for i in row] for row in packed]
+    packed = pack_examples(rows, pad_id=5, length=32, num_rows=6)
+    loss = functools.partial(sft_loss, config=config)
+
+    def gradient(batch, n):
+        run = functools.partial(accumulate_gradients, loss_fn=loss, num_micro_batches=n)
+        return quick_jit(run)(models.actor, TokenBatch(*batch), None)
+
+    want, one_by_one, _ = gradient(padded, 1)
+    got, together, _ = gradient(packed, 3)
+    np.testing.assert_allclose(together, one_by_one, rtol=1e-6)
+    flat = [np.concatenate([np.ravel(x) for x in jax.tree.leaves(g)]) for g in (want, got)]
+    assert np.linalg.norm(flat[0]) > 0.1
+    assert np.linalg.norm(flat[0] - flat[1]) <= 1e-6 * np.linalg.norm(flat[0])
