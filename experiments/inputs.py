@@ -1,5 +1,6 @@
 """What a run starts from, made from its config: model, prompts, sampler, scorer, validation."""
 
+import functools
 import pathlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -9,7 +10,7 @@ import jax.numpy as jnp
 from experiments import embedded
 from experiments.settings import Settings
 from jaxrlhf.data import prompts, tables
-from jaxrlhf.data.tokenizer import load_tokenizer
+from jaxrlhf.data.tokenizer import load_tokenizer, tokenizer_digest
 from jaxrlhf.evaluate import responses_text, validate
 from jaxrlhf.models import hf
 from jaxrlhf.models.config import ModelConfig
@@ -128,6 +129,9 @@ def make_sampler(config: Settings, model: Model) -> NativeSampler:
     )
 
 
+_digest = functools.lru_cache(maxsize=4)(tokenizer_digest)  # takes a second of a large vocabulary
+
+
 def make_decode(tokenizer: Any) -> Callable[[list[int]], str]:
     """Token ids to the text that scorers read: without special tokens."""
     return lambda ids: tokenizer.decode(ids, skip_special_tokens=True)
@@ -158,7 +162,7 @@ def score_rollout(
     """Scores every row; returns the scores, and the texts ``prompts`` and ``responses``."""
     decode = make_decode(model.tokenizer)
     n = rollout.tokens.shape[0] // len(batch.records)
-    responses = responses_text(rollout, decode)
+    responses = responses_text(rollout, decode, _digest(model.tokenizer))
     questions = [decode(ids) for ids in batch.token_ids for _ in range(n)]
     records, places = ([x for x in xs for _ in range(n)] for xs in (batch.records, batch.places))
     scores = score(questions, responses, records, places)
@@ -179,6 +183,7 @@ def make_validation(
     ``check`` is called as they come; what it raises ends the validation.
     """
     decode = make_decode(model.tokenizer)
+    digest = _digest(model.tokenizer)
     key = step_key(config.seed, 0)  # greedy: no effect
     places = [dataset.place(i) for i in range(len(dataset))]
 
@@ -196,6 +201,7 @@ def make_validation(
                 decode=decode,
                 score=lambda *texts: score(*texts, places),
                 key=key,
+                tokenizer=digest,
                 on_progress=on_progress,
             )
         report_problems(result.scores)

@@ -44,7 +44,7 @@ def validate(
     prompts: Sequence[Sequence[int]],
     records: Sequence[Mapping[str, Any]],
     decode: Callable[[list[int]], str],
-    score: Callable[[list[str], list[str], Sequence[Mapping[str, Any]]], Scores],
+    score: Callable[[list[str], Sequence[str], Sequence[Mapping[str, Any]]], Scores],
     key: jax.Array,
     temperature: float = 0.0,
     tokenizer: str | None = None,

@@ -178,6 +178,17 @@ class PreferenceDataset:
         """Where a pair's record stands, for messages."""
         return where(self.source, self.rows[pair_id])
 
+    def take(self, pair_ids: Sequence[int]) -> "PreferenceDataset":
+        """These pairs alone, as a dataset."""
+        return PreferenceDataset(
+            records=[self.records[i] for i in pair_ids],
+            chosen=[self.chosen[i] for i in pair_ids],
+            rejected=[self.rejected[i] for i in pair_ids],
+            prompt_lengths=[self.prompt_lengths[i] for i in pair_ids],
+            rows=[self.rows[i] for i in pair_ids],
+            source=self.source,
+        )
+
     def as_prompts(self) -> PromptDataset:
         """Each pair as one entry of both rows' tokens: what iterators and fingerprints take."""
         ids = [a + b for a, b in zip(self.chosen, self.rejected, strict=True)]

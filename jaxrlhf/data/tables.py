@@ -77,10 +77,20 @@ def write_table(path: PathLike, records: Sequence[Mapping[str, Any]]) -> None:
       TableError: nothing to write, a record breaks the schema, or (parquet) a key holds values
         of different types in different rows.
     """
+    _kind(path)  # before the records are checked
+    write_rows(path, [check_record(r, f"{path}: record {i}") for i, r in enumerate(records)])
+
+
+def write_rows(path: PathLike, rows: Sequence[Record]) -> None:
+    """Writes rows of any columns as .parquet or .jsonl, in one rename; see ``write_table``.
+
+    Raises:
+      TableError: nothing to write, or (parquet) a key holds values of different types in different
+        rows.
+    """
     kind = _kind(path)
-    if not records:
+    if not rows:
         raise TableError(f"{path}: there are no records to write; give at least one.")
-    rows = [check_record(r, f"{path}: record {i}") for i, r in enumerate(records)]
     target = pathlib.Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     draft = target.with_name(f".{target.name}.{os.getpid()}.part")
@@ -171,7 +181,7 @@ def _parquet(path: PathLike) -> pa.Table:
     return table
 
 
-def _to_arrow(path: PathLike, rows: list[Record]) -> pa.Table:
+def _to_arrow(path: PathLike, rows: Sequence[Record]) -> pa.Table:
     columns = dict.fromkeys(key for row in rows for key in row)  # from_pylist reads row 0's alone
     arrays = {}
     for key in columns:
