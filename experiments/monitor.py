@@ -35,7 +35,7 @@ class StopRequest:
             sys.exit(128 + signum)
         self.signum = signum
         print(
-            f"\n{signal.Signals(signum).name}: saving a checkpoint, then stopping "
+            f"\n{signal.Signals(signum).name}: stopping; finished steps are saved first "
             "(once more to stop without saving).",
             file=sys.stderr,
             flush=True,
@@ -46,7 +46,7 @@ class StopRequest:
         if self.signum is not None:
             raise Interrupted
 
-    def exit_if_requested(self, message: str = "stopped before training began") -> None:
+    def exit_if_requested(self, message: str = "stopped before a step; nothing is kept") -> None:
         """Where a stop was requested: prints the message, ends the process as its signal would."""
         if self.signum is not None:
             print(message)

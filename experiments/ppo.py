@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 
 from experiments import cli, inputs, monitor, outputs, ppo_steps
-from experiments.settings import check_ppo
 from experiments.workdir import fingerprint, naming
 from jaxrlhf.checkpoint import Checkpointer
 from jaxrlhf.data.prompts import PromptIterator
@@ -29,7 +28,7 @@ from jaxrlhf.trainers.update import init_train_state, summarize
 
 def main(argv: list[str]) -> None:
     """Reads the config, builds what it describes, trains."""
-    config, workdir, _lock = cli.open_run(argv, check_ppo)
+    config, workdir, _lock = cli.open_run(argv, ppo_steps.check)
     stop, phases = monitor.StopRequest(), monitor.Phases()
     took = monitor.StepMetrics(phases, monitor.CompileCounter())
 

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from experiments import outputs
+from experiments import inputs, outputs
 from experiments.inputs import Model
 from experiments.monitor import Interrupted, Phases
-from experiments.settings import Settings
+from experiments.settings import Settings, check_ppo
 from experiments.workdir import naming
 from jaxrlhf.checkpoint import Checkpointer, CheckpointError
 from jaxrlhf.losses import KLState, adaptive_controller, fixed_controller
@@ -26,6 +26,13 @@ from jaxrlhf.types import Evaluation, Experience, Rollout, TrainState
 
 MAX_SKIPPED_IN_A_ROW = 3
 NAMES = ("policy", "value")  # of the updates' metrics
+
+
+def check(config: Settings) -> None:
+    """Refuses what can be refused before the run has a directory."""
+    check_ppo(config)
+    hyper_parameters(config)
+    inputs.load_scorer(config.reward.function, config.reward.kwargs.as_dict())
 
 
 def hyper_parameters(config: Settings) -> tuple[ppo.PPOHyper, OptimizerHyper, OptimizerHyper]:
@@ -218,7 +225,12 @@ def check_start(
     loose = {"sampler_tolerance": 0.5, "ratio_tolerance": 0.1}
     tolerances = {} if model.compute_dtype == jnp.float32 else loose
     report = to_floats(report)
-    print("before the first update: " + ", ".join(f"{k} {v:.2g}" for k, v in report.items()))
+    print(
+        "before the first update (all should be near 0): "
+        + ", ".join(f"{k} {v:.2g}" for k, v in report.items())
+    )
+    if warmup := config.ppo.critic_warmup:
+        print(f"steps 1 to {warmup} train the critic alone (ppo.critic_warmup)")
     if problems := ppo.start_problems(report, **tolerances):
         raise RuntimeError(" ".join(problems))
 

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-RETURN = "; return a finite number for every row"
+RETURN = "; return a finite number for every row, or set reward.on_error=skip"
 
 Scorer = Callable[[Sequence[Any], Sequence[str], Sequence[Mapping[str, Any]]], Any]
 

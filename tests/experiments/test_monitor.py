@@ -33,7 +33,7 @@ def test_a_signal_is_a_flag_that_the_loop_reads(stop, signum, capfd):
     stop.check()
     os.kill(os.getpid(), signum)  # would end pytest (or raise KeyboardInterrupt) by itself
     assert stop.signum == signum
-    assert f"{signum.name}: saving a checkpoint, then stopping" in capfd.readouterr().err
+    assert f"{signum.name}: stopping; finished steps are saved first" in capfd.readouterr().err
     with pytest.raises(Interrupted):
         stop.check()
 

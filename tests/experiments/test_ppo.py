@@ -133,7 +133,7 @@ def test_sigterm_saves_the_last_finished_step(new_run, unbroken):
     assert 2 <= last < 6
     assert run.checkpoints() == [last]
     output = run.log.read_text()
-    assert "SIGTERM: saving a checkpoint, then stopping" in output
+    assert "SIGTERM: stopping; finished steps are saved first" in output
     assert f"stopped after step {last}; --workdir={run.path} resumes" in output
     assert RESUMED.format(last) in resume(run, unbroken, changes)
 
