@@ -11,7 +11,9 @@ of pairs: ``prompt``, ``chosen``, ``rejected`` in any of the forms of
 
 Nothing to download: generated pairs in which adjectives should suit their nouns ("the very icy
 glacier"), 5 % of the labels flipped, so that no rule is right on more than about 95 % of the
-held-out pairs; neither a single word nor the length tells. About two minutes on two CPU cores.
+held-out pairs; neither a single word nor the length tells. About three minutes on two CPU cores:
+accuracy .936 [.921, .951] on held-out prompts, where .941 is the most and length alone gives .512
+(seed 0).
 """
 
 from ml_collections import ConfigDict
