@@ -19,7 +19,8 @@ wrong operator), then PPO. Reinforcement learning here *selects* what the demons
 some of the time; it teaches no arithmetic. Held-out means pairs of template and numbers that the
 warm-up and PPO never see. About five minutes on two CPU cores.
 
-Each form takes ``reward=package.module.function`` as well: your scorer in place of GSM8K's.
+Each form takes ``reward=package.module.function`` as well: your scorer in place of GSM8K's; or
+``reward_model=DIR``, what ``experiments/reward_model.py`` exported.
 """
 
 from ml_collections import ConfigDict
@@ -28,7 +29,7 @@ from configs import common
 
 
 def get_config(arg: str | None = None) -> ConfigDict:
-    args = common.parse_arg(arg, names=("tiny", "smollm2"), model="", reward="")
+    args = common.parse_arg(arg, names=("tiny", "smollm2"), model="", reward="", reward_model="")
     if args.tiny and args.smollm2:
         raise ValueError("config arguments tiny and smollm2 exclude each other; keep one of them.")
     if args.tiny and args.model:
@@ -41,6 +42,11 @@ def get_config(arg: str | None = None) -> ConfigDict:
         _smollm2(config, args.model or "HuggingFaceTB/SmolLM2-135M-Instruct")
     if args.tiny:
         _tiny(config)
+    if args.reward and args.reward_model:
+        raise ValueError("config arguments reward and reward_model exclude each other; keep one.")
+    if args.reward_model:
+        config.reward.function = "jaxrlhf.rewards.reward_model.score"
+        config.reward.kwargs = ConfigDict({"directory": args.reward_model, "normalise": False})
     if args.reward:
         config.reward.function = args.reward
         config.reward.kwargs = ConfigDict()  # those above are of GSM8K's scorer

@@ -60,7 +60,17 @@ def test_another_scorer_does_not_get_this_ones_keywords():
     check_ppo(Settings(config))
 
 
-@pytest.mark.parametrize("arg", ["tiny,smollm2", "tiny,model=DIR", "large"])
+def test_a_reward_models_directory_and_its_switch():
+    config = get_config("smollm2,reward_model=runs/rm/export/best")
+    assert config.reward.function == "jaxrlhf.rewards.reward_model.score"
+    kwargs = {"directory": "runs/rm/export/best", "normalise": False}
+    assert config.reward.kwargs.to_dict() == kwargs
+    check_ppo(Settings(config))
+
+
+@pytest.mark.parametrize(
+    "arg", ["tiny,smollm2", "tiny,model=DIR", "large", "reward=a.b,reward_model=DIR"]
+)
 def test_contradictions_are_one_sentence(arg):
     with pytest.raises(ValueError, match="config argument") as error:
         get_config(arg)
