@@ -60,8 +60,8 @@ def prepare(
         records = word_problems.generate(config.seed, sizes[split], split=split)
         tables.write_table(workdir / file, records)
     words = tokenizer.build_word_tokenizer(word_problems.corpus(), workdir / "tokenizer")
-    params, model = _warm_up(words, demonstrations, check, seed=config.seed, **recipe)
-    _save(target, params, model, words)
+    params, model = warm_up(words, demonstrations, check, seed=config.seed, **recipe)
+    save_start_model(target, params, model, words)
 
 
 def prepare_sft(
@@ -88,7 +88,7 @@ def prepare_sft(
     words = tokenizer.build_word_tokenizer(word_problems.corpus(), workdir / "tokenizer")
     model = _small_llama(words, *shape)
     check()
-    _save(target, init_params(jax.random.key(seed), model), model, words)
+    save_start_model(target, init_params(jax.random.key(seed), model), model, words)
 
 
 def _with_conversation(record: tables.Record) -> tables.Record:
@@ -96,7 +96,8 @@ def _with_conversation(record: tables.Record) -> tables.Record:
     return record | {"messages": [*record["prompt"], answer]}
 
 
-def _save(target: pathlib.Path, params: dict, model: ModelConfig, words: Any) -> None:
+def save_start_model(target: pathlib.Path, params: dict, model: ModelConfig, words: Any) -> None:
+    """Writes the directory as ``hf.save``, with the tokenizer that lies beside it."""
     ids = {"eos_token_id": words.eos_token_id, "pad_token_id": words.pad_token_id}
     source = target.parent / "tokenizer"
     hf.save(target, params, model, dtype=np.float32, source_dir=source, generation_config=ids)
@@ -121,7 +122,7 @@ def _small_llama(words: Any, num_layers: int, hidden_size: int, num_heads: int) 
     )
 
 
-def _warm_up(
+def warm_up(
     words: Any,
     demonstrations: list[tables.Record],
     check: Callable[[], None],

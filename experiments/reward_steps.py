@@ -63,14 +63,14 @@ def check(config: Settings) -> None:
         "rm.micro_batch_size", "rm.score_batch_size", "logging.console_freq",
     ]  # fmt: skip
     choices = {key: settings.CHOICES[key] for key in ("model.compute_dtype", "model.remat")}
-    settings._check_values(config, at_least_0, at_least_1, choices | {"data.overlong": OVERLONG})
+    settings.check_values(config, at_least_0, at_least_1, choices | {"data.overlong": OVERLONG})
     batch, micro = config.rm.train_batch_size, config.rm.micro_batch_size
     if batch % micro:
         raise ValueError(
             f"rm.train_batch_size={batch} is not a multiple of rm.micro_batch_size={micro}; use "
-            f"one of {settings._divisors(batch)} for the latter."
+            f"one of {settings.divisors(batch)} for the latter."
         )
-    settings._check_schedule("optimizer", config.optimizer)
+    settings.check_schedule("optimizer", config.optimizer)
     if not (config.data.train_files and config.data.val_files):
         raise ValueError("data.train_files and data.val_files need a file each (train=…,val=…).")
     hyper_parameters(config)
@@ -106,8 +106,8 @@ def prepare(
         pairs = planted_preferences.generate(seed, n, split=split, flip_probability=flip)
         tables.write_rows(workdir / files[split], pairs)
     words = tokenizer.build_word_tokenizer(planted_preferences.corpus(), workdir / "tokenizer")
-    params, model = embedded._warm_up(words, shown, check, seed=seed, **shape)
-    embedded._save(target, params, model, words)
+    params, model = embedded.warm_up(words, shown, check, seed=seed, **shape)
+    embedded.save_start_model(target, params, model, words)
 
 
 def load_model(config: Settings, workdir: pathlib.Path, check: Callable[[], None]) -> Model:

@@ -89,7 +89,7 @@ def check_ppo(config: Settings) -> None:
     Raises:
       ValueError: one sentence that names the keys and says what would do.
     """
-    _check_values(config, AT_LEAST_0, AT_LEAST_1, CHOICES)
+    check_values(config, AT_LEAST_0, AT_LEAST_1, CHOICES)
     if not config.rollout.temperature > 0:
         raise ValueError(
             f"rollout.temperature={config.rollout.temperature} leaves nothing to learn from; "
@@ -100,16 +100,16 @@ def check_ppo(config: Settings) -> None:
     _check_kl(config.kl)
     _check_warmup(config)
     for role in ("actor", "critic"):
-        _check_schedule(role, getattr(config, role))
+        check_schedule(role, getattr(config, role))
 
 
-def _check_values(
+def check_values(
     config: Settings,
     at_least_0: Sequence[str],
     at_least_1: Sequence[str],
     choices: Mapping[str, Sequence[str]],
 ) -> None:
-    """Each key on its own, and ``logging.writers``."""
+    """Raises ValueError where a key by itself, or ``logging.writers``, cannot be used."""
     for least, keys in enumerate((at_least_0, at_least_1)):
         for key in keys:
             value = _get(config, key)
@@ -127,12 +127,12 @@ def _check_sizes(ppo: Settings, rollout: Settings) -> None:
     if batch % mini:
         raise ValueError(
             f"ppo.train_batch_size={batch} is not a multiple of ppo.ppo_mini_batch_size={mini}; "
-            f"use one of {_divisors(batch)} for the latter."
+            f"use one of {divisors(batch)} for the latter."
         )
     if rows % micro:
         raise ValueError(
             f"ppo.ppo_mini_batch_size={mini} x rollout.n={rollout.n} = {rows} rows is not a "
-            f"multiple of ppo.ppo_micro_batch_size={micro}; use one of {_divisors(rows)}."
+            f"multiple of ppo.ppo_micro_batch_size={micro}; use one of {divisors(rows)}."
         )
     if rollout.n > rollout.batch_size:
         raise ValueError(
@@ -183,7 +183,8 @@ def _check_warmup(config: Settings) -> None:
         )
 
 
-def _check_schedule(role: str, optimizer: Settings) -> None:
+def check_schedule(role: str, optimizer: Settings) -> None:
+    """A schedule has its decay steps, and no other setting of it goes without effect."""
     decays = optimizer.schedule != "constant"
     if decays and not optimizer.decay_steps:
         raise ValueError(
@@ -207,7 +208,8 @@ def _one_of(config: Settings, key: str, choices: Sequence[str]) -> None:
         raise ValueError(f"{key}={value!r} is unknown here; use one of {', '.join(choices)}.")
 
 
-def _divisors(n: int) -> str:
+def divisors(n: int) -> str:
+    """``"1, 2, 3, 6"`` for 6, as error messages list them."""
     return ", ".join(str(d) for d in range(1, n + 1) if n % d == 0)
 
 
@@ -227,11 +229,11 @@ def check_sft(config: Settings) -> None:
         "data.overlong": OVERLONG,
         "data.turns": TURNS,
     }
-    _check_values(config, at_least_0, at_least_1, choices)
+    check_values(config, at_least_0, at_least_1, choices)
     batch, micro = config.sft.train_batch_size, config.sft.micro_batch_size
     if batch % micro:
         raise ValueError(
             f"sft.train_batch_size={batch} is not a multiple of sft.micro_batch_size={micro}; use "
-            f"one of {_divisors(batch)} for the latter."
+            f"one of {divisors(batch)} for the latter."
         )
-    _check_schedule("optimizer", config.optimizer)
+    check_schedule("optimizer", config.optimizer)
