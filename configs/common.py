@@ -69,14 +69,14 @@ def optimizer(learning_rate: float) -> ConfigDict:
     return c
 
 
-def ppo() -> ConfigDict:
-    """Every setting of ``experiments/ppo.py`` with its default; names as in verl where equal."""
+def run(*, epochs: int, freq: int) -> ConfigDict:
+    """What every training run has; ``freq`` is that of checkpoints and of validations."""
     c = ConfigDict()
     c.seed = 0
-    c.total_epochs = 15
+    c.total_epochs = epochs
     c.total_steps = 0  # stops earlier, after so many steps; 0 for the epochs alone
-    c.save_freq = 10  # steps between checkpoints; 0 saves at the end alone
-    c.test_freq = 10  # steps between validations; 0 validates before and at the end alone
+    c.save_freq = freq  # steps between checkpoints; 0 saves at the end alone
+    c.test_freq = freq  # steps between validations; 0 validates before and at the end alone
     c.keep_checkpoints = 2
 
     c.model = ConfigDict()
@@ -85,12 +85,32 @@ def ppo() -> ConfigDict:
     c.model.remat = "full"
 
     c.data = ConfigDict()
+    c.data.train_files = ""
+    c.data.val_files = ""
+    c.data.template_options = ConfigDict()  # of the chat template; a recipe may add to them
+    c.data.template_options.date_string = ""  # Llama 3's; "" leaves it to the template
+
+    c.logging = ConfigDict()
+    c.logging.writers = ("console", "jsonl", "tensorboard")  # and "wandb"
+    c.logging.project = "jaxrlhf"
+    return c
+
+
+def supervised(*, epochs: int) -> ConfigDict:
+    """``run``, where a step is one update by one optimiser."""
+    c = run(epochs=epochs, freq=100)
+    c.logging.console_freq = 10  # updates between two tables on the console
+    return c
+
+
+def ppo() -> ConfigDict:
+    """Every setting of ``experiments/ppo.py`` with its default; names as in verl where equal."""
+    c = run(epochs=15, freq=10)
+
     c.data.train_files = "data/gsm8k/train.parquet"
     c.data.val_files = "data/gsm8k/val.parquet"
     c.data.max_prompt_length = 512
     c.data.overlong_prompts = "filter"  # filter | truncate | error
-    c.data.template_options = ConfigDict()  # of the chat template; a recipe may add to them
-    c.data.template_options.date_string = ""  # Llama 3's; "" leaves it to the template
     c.data.max_val_prompts = 0  # 0 validates on all of them
 
     c.rollout = ConfigDict()
@@ -132,38 +152,19 @@ def ppo() -> ConfigDict:
     c.actor = optimizer(1e-6)
     c.critic = optimizer(1e-5)
 
-    c.logging = ConfigDict()
-    c.logging.writers = ("console", "jsonl", "tensorboard")  # and "wandb"
-    c.logging.project = "jaxrlhf"
     c.logging.rollouts_per_step = 8
     return c
 
 
 def sft() -> ConfigDict:
     """Every setting of ``experiments/sft.py`` with its default."""
-    c = ConfigDict()
-    c.seed = 0
-    c.total_epochs = 2
-    c.total_steps = 0  # stops earlier, after so many updates; 0 for the epochs alone
-    c.save_freq = 100  # updates between checkpoints; 0 saves at the end alone
-    c.test_freq = 100  # updates between validations; 0 validates before and at the end alone
-    c.keep_checkpoints = 2
+    c = supervised(epochs=2)
 
-    c.model = ConfigDict()
-    c.model.path = ""  # a Hugging Face directory, or a hub id
-    c.model.compute_dtype = "bfloat16"  # float32 | bfloat16; master weights are always float32
-    c.model.remat = "full"
-
-    c.data = ConfigDict()
-    c.data.train_files = ""
-    c.data.val_files = ""
     c.data.max_length = 2048  # tokens of a conversation at most, and of a packed row
     c.data.overlong = "filter"  # filter | truncate | error
     c.data.turns = "all"  # all | last: the assistant's turns that are trained on
     c.data.packing = True  # several conversations a row; False for one a row
     c.data.end_token = ""  # ends a turn, as the template writes it; "" for the model's own
-    c.data.template_options = ConfigDict()  # of the chat template; a recipe may add to them
-    c.data.template_options.date_string = ""  # Llama 3's; "" leaves it to the template
     c.data.max_val_conversations = 0  # 0 validates on all of them
 
     c.sft = ConfigDict()
@@ -171,9 +172,4 @@ def sft() -> ConfigDict:
     c.sft.micro_batch_size = 2  # rows per forward-backward pass
 
     c.optimizer = optimizer(1e-5)
-
-    c.logging = ConfigDict()
-    c.logging.writers = ("console", "jsonl", "tensorboard")  # and "wandb"
-    c.logging.console_freq = 10  # updates between two tables on the console
-    c.logging.project = "jaxrlhf"
     return c

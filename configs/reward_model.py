@@ -39,26 +39,10 @@ def get_config(arg: str | None = None) -> ConfigDict:
 
 def _defaults() -> ConfigDict:
     """Every setting of ``experiments/reward_model.py`` with its default."""
-    c = ConfigDict()
-    c.seed = 0
-    c.total_epochs = 1
-    c.total_steps = 0  # stops earlier, after so many updates; 0 for the epochs alone
-    c.save_freq = 100  # updates between checkpoints; 0 saves at the end alone
-    c.test_freq = 100  # updates between validations; 0 validates before and at the end alone
-    c.keep_checkpoints = 2
+    c = common.supervised(epochs=1)
 
-    c.model = ConfigDict()
-    c.model.path = ""  # a Hugging Face directory, or a hub id
-    c.model.compute_dtype = "bfloat16"  # float32 | bfloat16; master weights are always float32
-    c.model.remat = "full"
-
-    c.data = ConfigDict()
-    c.data.train_files = ""
-    c.data.val_files = ""
     c.data.max_length = 1024  # tokens of prompt and answer
     c.data.overlong = "filter"  # filter | truncate (the prompt's beginning) | error
-    c.data.template_options = ConfigDict()  # of the chat template; a recipe may add to them
-    c.data.template_options.date_string = ""  # Llama 3's; "" leaves it to the template
     c.data.max_val_pairs = 0  # 0 validates on all of them
     c.data.max_statistics_pairs = 2_000  # for mean and deviation of the scores; 0 takes all
 
@@ -72,11 +56,6 @@ def _defaults() -> ConfigDict:
 
     c.optimizer = common.optimizer(9e-6)
     c.optimizer.warmup_steps = 10
-
-    c.logging = ConfigDict()
-    c.logging.writers = ("console", "jsonl", "tensorboard")  # and "wandb"
-    c.logging.console_freq = 10  # updates between two tables on the console
-    c.logging.project = "jaxrlhf"
     return c
 
 

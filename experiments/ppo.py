@@ -50,7 +50,7 @@ def main(argv: list[str]) -> None:
     tests = ppo_steps.validations(config, total_steps)
     report = ppo_steps.Report(workdir, model, writers, phases, validate, tests)
     save_freq, critic_warmup, ppo_epochs = config.save_freq, c.critic_warmup, c.ppo_epochs
-    kl_state = init_kl_state(kl.coef or 0.0)
+    kl_state = init_kl_state(kl.coef)
     checkpoints = Checkpointer(
         workdir / "checkpoints",
         keep=config.keep_checkpoints,
