@@ -43,9 +43,7 @@ def prepare(
     target = workdir / config.model.path
     files = {"train": config.data.train_files, "val": config.data.val_files}
     sizes = {"train": c.train_problems, "val": c.val_problems}
-    demonstrations = word_problems.demonstrations(
-        config.seed, c.demonstrations, spoil_probability=c.spoil_probability
-    )
+    shown, spoil = c.demonstrations, c.spoil_probability
     recipe = {
         "num_layers": c.num_layers,
         "hidden_size": c.hidden_size,
@@ -56,6 +54,7 @@ def prepare(
     }
     if target.exists():
         return
+    demonstrations = word_problems.demonstrations(config.seed, shown, spoil_probability=spoil)
     for split, file in files.items():
         records = word_problems.generate(config.seed, sizes[split], split=split)
         tables.write_table(workdir / file, records)
@@ -79,11 +78,12 @@ def prepare_sft(
     c = config.embedded
     seed, target = config.seed, workdir / config.model.path
     shape = (c.num_layers, c.hidden_size, c.num_heads)
-    train = word_problems.generate(seed, c.train_conversations)
-    validation = word_problems.generate(seed, c.val_conversations, split="val")
+    sizes = {"train": c.train_conversations, "val": c.val_conversations}
+    files = {"train": config.data.train_files, "val": config.data.val_files}
     if target.exists():
         return
-    for file, records in ((config.data.train_files, train), (config.data.val_files, validation)):
+    for split, file in files.items():
+        records = word_problems.generate(seed, sizes[split], split=split)
         tables.write_table(workdir / file, [_with_conversation(record) for record in records])
     words = tokenizer.build_word_tokenizer(word_problems.corpus(), workdir / "tokenizer")
     model = _small_llama(words, *shape)

@@ -235,11 +235,14 @@ def check_start(
         raise RuntimeError(" ".join(problems))
 
 
-def check_updates(metrics: Mapping[str, float]) -> None:
-    """Stops the run when updates keep being left out because they are not finite."""
-    worst = max(int(metrics.get(f"{name}/skipped_in_a_row_max", 0)) for name in NAMES)
+def check_updates(
+    metrics: Mapping[str, float], *, look_at: str = "the last rows of rollouts/"
+) -> None:
+    """Stops the run when updates of any name keep being left out because they are not finite."""
+    streaks = [int(n) for name, n in metrics.items() if name.endswith("/skipped_in_a_row_max")]
+    worst = max(streaks, default=0)
     if worst >= MAX_SKIPPED_IN_A_ROW:
         raise FloatingPointError(
             f"{worst} updates in a row were not finite and were left out; lower the learning "
-            "rate, or look at the last rows of rollouts/."
+            f"rate, or look at {look_at}."
         )

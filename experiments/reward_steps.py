@@ -8,14 +8,12 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from experiments import embedded, inputs, settings
+from experiments import embedded, inputs, ppo_steps, settings
 from experiments.inputs import Model
-from experiments.ppo_steps import MAX_SKIPPED_IN_A_ROW
 from experiments.settings import Settings
 from experiments.workdir import write_json
 from jaxrlhf.data import planted_preferences, preferences, tables, tokenizer
 from jaxrlhf.data.preferences import PreferenceDataset
-from jaxrlhf.data.prompts import OVERLONG
 from jaxrlhf.figures import Panel, read_metrics
 from jaxrlhf.losses import bradley_terry, mean_interval
 from jaxrlhf.models.hf_classifier import save_classifier
@@ -54,23 +52,12 @@ PANELS = (
 def check(config: Settings) -> None:
     """``settings.check_ppo`` for ``experiments/reward_model.py``."""
     at_least_0 = [
-        "seed", "total_steps", "save_freq", "test_freq", "data.max_val_pairs",
-        "data.max_statistics_pairs", "rm.margin_scale", "rm.centring", "rm.label_smoothing",
-        "optimizer.learning_rate", "optimizer.max_grad_norm",
+        "data.max_val_pairs", "data.max_statistics_pairs", "rm.margin_scale", "rm.centring",
+        "rm.label_smoothing",
     ]  # fmt: skip
-    at_least_1 = [
-        "total_epochs", "keep_checkpoints", "data.max_length", "rm.train_batch_size",
-        "rm.micro_batch_size", "rm.score_batch_size", "logging.console_freq",
-    ]  # fmt: skip
-    choices = {key: settings.CHOICES[key] for key in ("model.compute_dtype", "model.remat")}
-    settings.check_values(config, at_least_0, at_least_1, choices | {"data.overlong": OVERLONG})
-    batch, micro = config.rm.train_batch_size, config.rm.micro_batch_size
-    if batch % micro:
-        raise ValueError(
-            f"rm.train_batch_size={batch} is not a multiple of rm.micro_batch_size={micro}; use "
-            f"one of {settings.divisors(batch)} for the latter."
-        )
-    settings.check_schedule("optimizer", config.optimizer)
+    settings.check_supervised(
+        config, "rm", at_least_0=at_least_0, at_least_1=["rm.score_batch_size"]
+    )
     if not (config.data.train_files and config.data.val_files):
         raise ValueError("data.train_files and data.val_files need a file each (train=…,val=…).")
     hyper_parameters(config)
@@ -91,7 +78,7 @@ def prepare(
     seed, target = config.seed, workdir / config.model.path
     sizes = {"train": c.train_pairs, "val": c.val_pairs}
     files = {"train": config.data.train_files, "val": config.data.val_files}
-    flip, shown = c.flip_probability, planted_preferences.demonstrations(seed, c.demonstrations)
+    flip, demonstrations = c.flip_probability, c.demonstrations
     shape = {
         "num_layers": c.num_layers,
         "hidden_size": c.hidden_size,
@@ -106,6 +93,7 @@ def prepare(
         pairs = planted_preferences.generate(seed, n, split=split, flip_probability=flip)
         tables.write_rows(workdir / files[split], pairs)
     words = tokenizer.build_word_tokenizer(planted_preferences.corpus(), workdir / "tokenizer")
+    shown = planted_preferences.demonstrations(seed, demonstrations)
     params, model = embedded.warm_up(words, shown, check, seed=seed, **shape)
     embedded.save_start_model(target, params, model, words)
 
@@ -278,14 +266,7 @@ def make_validation(
     return run
 
 
-def check_updates(metrics: Mapping[str, float]) -> None:
-    """Stops the run when updates keep being left out because they are not finite."""
-    in_a_row = int(metrics["rm/skipped_in_a_row_max"])
-    if in_a_row >= MAX_SKIPPED_IN_A_ROW:
-        raise FloatingPointError(
-            f"{in_a_row} updates in a row were not finite and were left out; lower the learning "
-            "rate, or look at what the last batches hold."
-        )
+check_updates = functools.partial(ppo_steps.check_updates, look_at="what the last batches hold")
 
 
 def pad_token(model: Model, dataset: PreferenceDataset) -> tuple[int, str | None]:

@@ -213,27 +213,47 @@ def divisors(n: int) -> str:
     return ", ".join(str(d) for d in range(1, n + 1) if n % d == 0)
 
 
-def check_sft(config: Settings) -> None:
-    """``check_ppo`` for ``experiments/sft.py``."""
-    at_least_0 = [
-        "seed", "total_steps", "save_freq", "test_freq", "data.max_val_conversations",
-        "optimizer.learning_rate", "optimizer.max_grad_norm",
-    ]  # fmt: skip
-    at_least_1 = [
-        "total_epochs", "keep_checkpoints", "data.max_length", "sft.train_batch_size",
-        "sft.micro_batch_size", "logging.console_freq",
-    ]  # fmt: skip
-    choices = {
-        "model.compute_dtype": CHOICES["model.compute_dtype"],
-        "model.remat": CHOICES["model.remat"],
-        "data.overlong": OVERLONG,
-        "data.turns": TURNS,
-    }
-    check_values(config, at_least_0, at_least_1, choices)
-    batch, micro = config.sft.train_batch_size, config.sft.micro_batch_size
+def check_supervised(
+    config: Settings,
+    group: str,
+    *,
+    at_least_0: Sequence[str] = (),
+    at_least_1: Sequence[str] = (),
+    choices: Mapping[str, Sequence[str]] | None = None,
+) -> None:
+    """``check_ppo`` for a run of ``configs.common.supervised``, with ``group``'s batch sizes.
+
+    Args:
+      config: its settings.
+      group: such as ``sft``, which has ``train_batch_size`` and ``micro_batch_size``.
+      at_least_0, at_least_1, choices: of keys that such runs do not share.
+    """
+    batch_key, micro_key = f"{group}.train_batch_size", f"{group}.micro_batch_size"
+    check_values(
+        config,
+        [
+            "seed", "total_steps", "save_freq", "test_freq", "optimizer.learning_rate",
+            "optimizer.max_grad_norm", *at_least_0,
+        ],
+        [
+            "total_epochs", "keep_checkpoints", "data.max_length", batch_key, micro_key,
+            "logging.console_freq", *at_least_1,
+        ],
+        {key: CHOICES[key] for key in ("model.compute_dtype", "model.remat")}
+        | {"data.overlong": OVERLONG}
+        | dict(choices or {}),
+    )  # fmt: skip
+    batch, micro = _get(config, batch_key), _get(config, micro_key)
     if batch % micro:
         raise ValueError(
-            f"sft.train_batch_size={batch} is not a multiple of sft.micro_batch_size={micro}; use "
+            f"{batch_key}={batch} is not a multiple of {micro_key}={micro}; use "
             f"one of {divisors(batch)} for the latter."
         )
     check_schedule("optimizer", config.optimizer)
+
+
+def check_sft(config: Settings) -> None:
+    """Refuses settings of ``experiments/sft.py``, as ``check_ppo`` does."""
+    check_supervised(
+        config, "sft", at_least_0=["data.max_val_conversations"], choices={"data.turns": TURNS}
+    )

@@ -11,9 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments import embedded, inputs, outputs
+from experiments import embedded, inputs, outputs, ppo_steps
 from experiments.inputs import Model
-from experiments.ppo_steps import MAX_SKIPPED_IN_A_ROW
 from experiments.settings import Settings
 from jaxrlhf.data import conversations
 from jaxrlhf.data.batching import bucket_length
@@ -198,14 +197,7 @@ def make_validation(
     return run
 
 
-def check_updates(metrics: Mapping[str, float]) -> None:
-    """Stops the run when updates keep being left out because they are not finite."""
-    in_a_row = int(metrics["sft/skipped_in_a_row_max"])
-    if in_a_row >= MAX_SKIPPED_IN_A_ROW:
-        raise FloatingPointError(
-            f"{in_a_row} updates in a row were not finite and were left out; lower the learning "
-            "rate, or look at what the last batches hold."
-        )
+check_updates = functools.partial(ppo_steps.check_updates, look_at="what the last batches hold")
 
 
 def export_if_best(
