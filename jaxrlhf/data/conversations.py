@@ -20,8 +20,10 @@ from jaxrlhf.data.tables import (
     PathLike,
     Record,
     TableError,
+    check_chat_template,
     check_prompt,
     check_text,
+    encoding,
     plain_values,
     read_rows,
     where,
@@ -206,19 +208,10 @@ def _encode(
     options: Mapping[str, Any] | None,
     place: str,
 ) -> Example:
-    if "messages" in record and tokenizer.chat_template is None:
-        raise ValueError(
-            f"{tokenizer.name_or_path}: has no chat template, and {place} holds messages; add a "
-            "chat_template.jinja to the tokenizer's directory or write all rows as plain text."
-        )
-    try:
+    if "messages" in record:
+        check_chat_template(tokenizer, place, "rows")
+    with encoding(place, "the conversation"):
         example = _encode_record(tokenizer, record, turns, stop_ids, options)
-    except Exception as error:
-        said = " ".join(f"{type(error).__name__}: {error}".split())
-        raise TableError(
-            f"{place}: the conversation cannot be encoded ({said[:400]}); correct it or the chat "
-            "template."
-        ) from error
     if example.answer_mask[0]:
         raise TableError(
             f"{place}: its first token is the assistant's, and nothing predicts that one; give it "

@@ -30,8 +30,10 @@ from jaxrlhf.data.tables import (
     PathLike,
     Record,
     TableError,
+    check_chat_template,
     check_prompt,
     check_text,
+    encoding,
     plain_values,
     read_rows,
     where,
@@ -318,18 +320,10 @@ def _encode(
     options: Mapping[str, Any] | None,
     place: str,
 ) -> Pair:
-    if not isinstance(record["prompt"], str) and tokenizer.chat_template is None:
-        raise ValueError(
-            f"{tokenizer.name_or_path}: has no chat template, and {place} holds messages; add a "
-            "chat_template.jinja to the tokenizer's directory or write all pairs as plain text."
-        )
-    try:
+    if not isinstance(record["prompt"], str):
+        check_chat_template(tokenizer, place, "pairs")
+    with encoding(place, "the pair"):
         return encode_pair(tokenizer, record, stop_ids=stop_ids, template_options=options)
-    except Exception as error:
-        said = " ".join(f"{type(error).__name__}: {error}".split())
-        raise TableError(
-            f"{place}: the pair cannot be encoded ({said[:300]}); correct it or the chat template."
-        ) from error
 
 
 class PairArrays(NamedTuple):

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxrlhf.data.chat import encode_prompt
-from jaxrlhf.data.tables import PathLike, Record, TableError, where
+from jaxrlhf.data.tables import PathLike, Record, encoding, where
 
 OVERLONG = ("filter", "truncate", "error")
 
@@ -223,13 +223,8 @@ def _check_template(records: Sequence[Record], tokenizer: Any, source: PathLike)
 def _encode(
     tokenizer: Any, record: Record, options: Mapping[str, Any] | None, place: str
 ) -> list[int]:
-    try:
+    with encoding(place, "prompt"):
         ids = encode_prompt(tokenizer, record["prompt"], template_options=options)
-    except Exception as error:
-        said = " ".join(f"{type(error).__name__}: {error}".split())
-        raise TableError(
-            f"{place}: prompt cannot be encoded ({said[:300]}); correct it or the chat template."
-        ) from error
     if not ids:
         raise ValueError(f"{place}: prompt has no tokens; remove the row.")
     return ids

@@ -12,11 +12,12 @@ A record is a plain dict with the keys
 and whatever else the file holds. Rows are counted from 0 in messages.
 """
 
+import contextlib
 import json
 import math
 import os
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -37,6 +38,27 @@ def where(source: PathLike, row: int) -> str:
     """`file: row 3`, with the line number as well where the file has lines."""
     line = f" (line {row + 1})" if str(source).endswith(".jsonl") else ""
     return f"{source}: row {row}{line}"
+
+
+@contextlib.contextmanager
+def encoding(place: str, what: str) -> Iterator[None]:
+    """What a template or a tokenizer raises of a row becomes a TableError with the row's place."""
+    try:
+        yield
+    except Exception as error:
+        said = " ".join(f"{type(error).__name__}: {error}".split())
+        raise TableError(
+            f"{place}: {what} cannot be encoded ({said[:400]}); correct it or the chat template."
+        ) from error
+
+
+def check_chat_template(tokenizer: Any, place: str, rows: str) -> None:
+    """Raises ValueError where a row of messages meets a tokenizer without a chat template."""
+    if tokenizer.chat_template is None:
+        raise ValueError(
+            f"{tokenizer.name_or_path}: has no chat template, and {place} holds messages; add a "
+            f"chat_template.jinja to the tokenizer's directory or write all {rows} as plain text."
+        )
 
 
 def read_table(path: PathLike) -> list[Record]:
